@@ -45,19 +45,30 @@ class Movement:
         self._before: dict[str, Tensor] = {}
         self._expected: dict[str, Tensor] = {}
 
-    def before(self, sums: Sums) -> None:
-        """Predict a step: the gradients are known, and the parameters have not changed yet.
+    def sees(self, sums: Sums) -> None:
+        """Note which parameters the samples of a step have reached.
 
         Args:
             sums: The clipped sums, without noise.
         """
-        self._check_unchanged()
         if not self._left:
             return
         totals = sums.totals()
         self._has_samples |= any(map(len, sums.norms.values()))  # of this process
         self._noise_only -= {name for name, p in self._named.items() if totals[p].any()}
-        twin = deepcopy(self._optimizer)  # takes no hooks along
+
+    def before(self) -> None:
+        """Predict a step: the gradients are known, and the parameters have not changed yet.
+
+        Raises:
+            UsageError: Parameters have changed since the last step.
+        """
+        self._check_unchanged()
+        if not self._left:
+            return
+        twin = deepcopy(self._optimizer)  # takes along no hooks, and not what scalers leave
+        for name in {"grad_scale", "found_inf"} & vars(self._optimizer).keys():
+            setattr(twin, name, getattr(self._optimizer, name))
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)
         for parameter, copy in twins.items():

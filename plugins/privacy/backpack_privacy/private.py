@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -79,7 +80,9 @@ class Private(Spending):
         self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._kind, self._is_mean, self._is_filled = Told(), Pass, False, False
+        self._told, self._kind, self._is_mean = Told(), Pass, False
+        self._is_filled = self._is_stepped = False
+        self._released: dict[Tensor, Tensor] = {}  # private gradients of a step that goes on
         self._watch = Forwards(inner)
         self._handles = [
             *self._watch.handles,
@@ -129,19 +132,21 @@ class Private(Spending):
         return self._step_with(scaler, scale)
 
     def _step_with(self, scaler: Any, scale: float) -> bool:
-        before = self.steps
         self._fill(scale, is_looked_at=True)
-        self._is_filled = True
+        self._is_filled, self._is_stepped = True, False
         try:
             scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
+        except BaseException:
+            with suppress(AssertionError):  # nothing was divided by the scale so far
+                scaler.update()  # otherwise nothing would be divided by it in the next step
+            raise
         finally:
             self._is_filled = False  # otherwise the step after a failed one would be a plain one
         scaler.update()
-        if self.steps > before:
-            return True
-        self._finish()
-        self._step_without_samples(self._waiting.take_empty())
-        return False
+        if not self._is_stepped:
+            self._take_back()
+            self._step_without_samples(self._waiting.take_empty())
+        return self._is_stepped
 
     @property
     def is_complete(self) -> bool:
@@ -176,10 +181,11 @@ class Private(Spending):
         Raises:
             UsageError: No batch waits, a parameter has a plain gradient, or the budget is spent.
         """
+        (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass and cannot be nested.")
-        (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         check_open(self.optimizer)
+        self._take_back()
         check_pass(self._inner, self._named)
         self._budget.check(self.steps)
         begun = kind(self._sums, self.clipping, self._waiting.take())
@@ -243,6 +249,7 @@ class Private(Spending):
         """Take steps of noise, as for every batch, without samples in this process."""
         for _ in range(count):
             self._budget.check(self.steps)
+            self._take_back()
             check_pass(self._inner, self._named)  # as in processes that have samples
             self._sums.is_complete = True
             self.optimizer.step()
@@ -262,6 +269,7 @@ class Private(Spending):
         check_no_closure([*args, *kwargs.values()])
         check_stepped(optimizer, self._named)
         if not self._is_filled:
+            self._take_back()
             check_no_gradient(self._named)
             if not self._sums.is_complete:
                 raise UsageError(
@@ -270,10 +278,10 @@ class Private(Spending):
                     "private.is_complete."
                 )
             self._fill()
-        self._movement.before(self._sums)
+        self._movement.before()
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
-        """Set ``.grad`` to the private gradient.
+        """Set ``.grad`` to the private gradient, and count the step, whatever becomes of it.
 
         Args:
             scale: What it is multiplied by.
@@ -283,19 +291,25 @@ class Private(Spending):
         if not is_looked_at:
             check_finite(gradients)
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
-            parameter.grad = placed_as(gradient.mul_(scale), parameter)
+            parameter.grad = self._released[parameter] = placed_as(gradient.mul_(scale), parameter)
+        self._movement.sees(self._sums)
+        self._release.finish(self._sums)
+        self._sums.forget()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Count the step, and check whether parameters moved as they should."""
-        self._finish()
+        """Check whether parameters moved as they should."""
+        overflow = getattr(optimizer, "found_inf", None)  # fused optimizers look by themselves
+        self._is_stepped = overflow is None or not bool(overflow)
+        self._take_back()
         self._movement.after()
         self._step_without_samples(self._waiting.take_empty())
 
-    def _finish(self) -> None:
-        for parameter in self._named.values():
-            parameter.grad = None
-        self._release.finish(self._sums)
-        self._sums.forget()
+    def _take_back(self) -> None:
+        """Remove private gradients, also those of a step that raised an error."""
+        for parameter, gradient in self._released.items():
+            if parameter.grad is gradient:
+                parameter.grad = None
+        self._released = {}
 
     @property
     def ahead(self) -> int:

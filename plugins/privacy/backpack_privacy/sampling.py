@@ -95,6 +95,11 @@ class Shuffled(Sampler):
     arXiv:2403.17673), so the same noise costs more here.
     """
 
+    def __init__(self, units: int, expected: float, rank: int = 0, world: int = 1) -> None:
+        """See the base class; batches are equal, so their size follows from their number."""
+        super().__init__(units, expected, rank, world)
+        self.expected = units / self.steps
+
     def epoch(self, source: Source) -> Iterator[list[int]]:
         """See the base class."""
         share = torch.arange(self._rank, self.units, self._world)

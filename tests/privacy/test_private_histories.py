@@ -1,0 +1,389 @@
+"""Histories of private training against a loop over samples.
+
+A few are drawn here. For a long run of 500, set ``SEEDS`` to 500.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backpack_capture import capture
+from backpack_core.errors import BackpackError, InternalError
+from tests.privacy.histories import DELTA, Reference, Setting
+
+SEEDS, BLOCKS = 6, 2
+STEPS = 14
+HAPPENINGS: dict[str, Callable[[History, Tensor, Tensor], None]] = {}
+GIVES_UP = ("has not moved in", "has received only noise")  # true, and not what is tried here
+
+
+class Fault(AssertionError):
+    """What is wrong in a history."""
+
+
+class Broken(Exception):
+    """Raised by the user's own code."""
+
+
+def happening(function: Callable[[History, Tensor, Tensor], None]) -> Any:
+    HAPPENINGS[function.__name__] = function
+    return function
+
+
+def _break(*_: Any) -> None:
+    raise Broken
+
+
+# What happens before the step of a batch -------------------------------------------------------
+
+
+@happening
+def other_rate(history: History, x: Tensor, y: Tensor) -> None:
+    rate = history.random.choice([0.01, 0.03, 0.2])
+    for optimizer in (history.optimizer, history.reference.optimizer):
+        optimizer.param_groups[0]["lr"] = rate
+
+
+@happening
+def other_mode(history: History, x: Tensor, y: Tensor) -> None:
+    is_training = history.random.random() < 0.5
+    has_dropout = any(isinstance(m, torch.nn.Dropout) for m in history.model.modules())
+    for model in (history.model, history.reference.model):
+        model.train(is_training and not has_dropout)
+
+
+@happening
+def runs_without_step(history: History, x: Tensor, y: Tensor) -> None:
+    out = history.model(x)
+    if history.random.random() < 0.5:
+        with torch.no_grad():
+            history.model(x[:1])
+    if history.random.random() < 0.5 and x.is_floating_point():
+        inputs = x.clone().requires_grad_()
+        torch.autograd.grad(history.loss(history.model(inputs), y), inputs)
+    del out
+
+
+@happening
+def own_backward(history: History, x: Tensor, y: Tensor) -> None:
+    history.loss(history.model(x), y).backward()
+    if history.random.random() < 0.5:
+        history.refuses(lambda: history.private.step(history.loss(history.model(x), y)))
+        history.refuses(history.optimizer.step)
+    history.random.choice([history.optimizer, history.model]).zero_grad()
+
+
+@happening
+def steps_without_sums(history: History, x: Tensor, y: Tensor) -> None:
+    history.refuses(history.optimizer.step)
+    history.refuses(lambda: history.optimizer.step(lambda: history.loss(history.model(x), y)))
+
+
+@happening
+def frozen(history: History, x: Tensor, y: Tensor) -> None:
+    parameter = history.random.choice([*history.model.parameters()])
+    if sum(p.requires_grad for p in history.model.parameters()) < 2:
+        return
+    parameter.requires_grad_(not parameter.requires_grad)
+    history.refuses(lambda: history.private.step(history.loss(history.model(x), y)))
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+@happening
+def two_blocks(history: History, x: Tensor, y: Tensor) -> None:
+    """One in the other; the setting of the inner one is that of no other."""
+
+    def nested() -> None:
+        with history.private:
+            history.private.step(
+                history.loss(history.model(x), y), scaler=history.scaler, normaliser=3.0
+            )
+
+    history.refuses(nested)
+    history.ends_if_begun()
+
+
+@happening
+def error_in_forward(history: History, x: Tensor, y: Tensor) -> None:
+    handle = history.model.head.register_forward_hook(_break)
+    with suppress(Broken):
+        history.private.step(history.loss(history.model(x), y))
+    handle.remove()
+
+
+@happening
+def error_in_backward(history: History, x: Tensor, y: Tensor) -> None:
+    def hook(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(_break)
+
+    handle = history.model.head.register_forward_hook(hook)
+    with suppress(Broken):
+        history.private.step(history.loss(history.model(x), y))
+    handle.remove()
+    history.ends_if_begun()
+
+
+@happening
+def error_in_block(history: History, x: Tensor, y: Tensor) -> None:
+    with suppress(Broken), history.private:
+        history.loss(history.model(x), y).backward()
+        raise Broken
+    history.ends_if_begun()
+
+
+@happening
+def error_in_step(history: History, x: Tensor, y: Tensor) -> None:
+    """Before the optimizer moves anything: what it was given is spent, and the batch is used."""
+    handle = history.optimizer.register_step_pre_hook(_break)
+    history.moves, history.is_used = False, True
+    with suppress(Broken):
+        history.take(x, y)
+        history.moves = True  # not the last part
+    handle.remove()
+    if not history.moves and history.random.random() < 0.5:
+        history.refuses(history.optimizer.step)
+
+
+@happening
+def leaves_the_loop(history: History, x: Tensor, y: Tensor) -> None:
+    history.is_restarted = True
+
+
+@happening
+def begins_another_loop(history: History, x: Tensor, y: Tensor) -> None:
+    history.is_restarted = True
+    history.begins()
+    next(iter(history.private.loader), None)
+    history.catches_up()
+
+
+@happening
+def asks(history: History, x: Tensor, y: Tensor) -> None:
+    history.check_epsilon()
+    assert "noise" in repr(history.private)
+    history.refuses(lambda: copy.deepcopy(history.private))
+    history.refuses(lambda: history.setting.private(history.model, history.optimizer))
+    history.private.state_dict()
+
+
+@happening
+def saved_and_loaded(history: History, x: Tensor, y: Tensor) -> None:
+    """Into the same objects, into copies, or into fresh ones."""
+    state, weights = history.private.state_dict(), history.model.state_dict()
+    moments = copy.deepcopy(history.optimizer.state_dict())
+    kind = history.random.choice(["same", "copy", "fresh"])
+    if kind == "same" or history.random.random() < 0.5:
+        history.private.close()
+    if kind != "same":
+        model = history.model if kind == "copy" else history.fresh
+        history.model = copy.deepcopy(model).train(history.model.training)
+        history.model.load_state_dict(weights)
+        history.optimizer = history.setting.optimizer(history.model)
+        history.optimizer.load_state_dict(moments)
+    history.make(copy.deepcopy(state))
+    history.is_restarted = True
+
+
+# The history -------------------------------------------------------------------------------------
+
+
+class History:
+    """A private training and its reference.
+
+    Attributes:
+        told: What has happened.
+        queue: The parts of batches that were drawn.
+    """
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.random, self.told = Random(seed), list[Any]()
+        self.setting = Setting(self.random, seed)
+        self.reference = Reference(self.setting)
+        self.model, self.fresh = self.setting.model, copy.deepcopy(self.setting.model)
+        for model in (self.model, self.reference.model):
+            model.eval()
+        self.optimizer = self.setting.optimizer(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** self.random.randint(0, 12))
+        self.queue: deque[Any] = deque()
+        self.is_restarted = self.is_used = False
+        self.moves = True
+        self.make()
+
+    def make(self, state: Any = None) -> None:
+        self.private = self.setting.private(self.model, self.optimizer)
+        self._captured: Any = None
+        if state is not None:
+            self.private.load_state_dict(state)
+        draws = self.private.draws
+
+        def watched(draw: Any) -> None:
+            self.queue.append(draw)
+            draws(draw)
+
+        self.private.loader._draws = watched
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.setting.losses[0](out, y)  # type: ignore[no-any-return]
+
+    def refuses(self, call: Callable[[], Any]) -> None:
+        """It raises one of our errors, and changes nothing."""
+        try:
+            call()
+        except InternalError:
+            raise
+        except BackpackError:
+            return
+        raise Fault("nothing was raised")
+
+    def begins(self) -> None:
+        """A loop over the loader begins."""
+        self.queue.clear()
+        self.reference.is_new = True
+
+    def ends_if_begun(self) -> None:
+        """After a failed pass: parts before it are lost, and a whole batch may be tried again."""
+        if self.private._waiting._is_begun:
+            self.refuses(lambda: self.private.step(self.loss(self.model(self.x), self.y)))
+            self.is_restarted = True
+
+    def go(self) -> None:
+        while self.reference.steps < STEPS:
+            self.begins()
+            self.is_restarted = False
+            for x, y in self.private.loader:
+                self.catches_up()
+                self.x, self.y = x, y
+                self.check_rows(x)
+                self.pass_over(x, y)
+                if self.is_restarted or self.reference.steps >= STEPS:
+                    break
+            self.catches_up()
+        self.check_epsilon()
+
+    def pass_over(self, x: Tensor, y: Tensor) -> None:
+        self.is_used = False
+        while self.random.random() < 0.3 and not self.is_restarted and not self.is_used:
+            name = self.random.choice([*HAPPENINGS])
+            self.told.append(name)
+            HAPPENINGS[name](self, x, y)
+            self.catches_up()
+        if self.is_restarted or self.is_used:
+            return
+        before = self.reference.steps
+        is_last = self.queue[0].is_last if len(self.queue) == 1 else self.queue[-1].is_last
+        took = self.take(x, y)
+        self.catches_up()
+        self.told.append(self.reference.steps)
+        if took != is_last or (took and self.reference.steps == before):
+            raise Fault(f"took a step: {took}")
+        if self.random.random() < 0.1:
+            self.told.append("again")
+            self.refuses(lambda: self.private.step(self.loss(self.model(x), y)))
+
+    def take(self, x: Tensor, y: Tensor) -> bool:
+        """A pass over a part, in one of the ways to write it."""
+        way = self.random.choice(["step", "step", "block", "scaler", "captured", "backward"])
+        if way == "captured" and (self.setting.users is None):
+            if self._captured is None:
+                function = lambda x, y: self.loss(self.model(x), y)  # noqa: E731
+                self._captured = capture(function, self.private)
+            return bool(self._captured(x, y))
+        value = self.loss(self.model(x), y)
+        if way == "block":
+            with self.private:
+                value.backward()
+            if self.private.is_complete:
+                self.optimizer.step()
+                return True
+            return False
+        options: dict[str, Any] = {"scaler": self.scaler} if way == "scaler" else {}
+        if way == "backward":
+            options["backward"] = Tensor.backward
+        return bool(self.private.step(value, **options))
+
+    # Comparisons ---------------------------------------------------------------------------------
+
+    def check_rows(self, x: Tensor) -> None:
+        if not torch.equal(x, self.setting.x[[*self.queue[-1].rows]]):
+            raise Fault("rows are others than those that were drawn")
+
+    def catches_up(self) -> None:
+        """Let the reference take the steps that were taken, and compare."""
+        while self.reference.steps < self.private.steps:
+            units: list[list[int]] = []
+            is_last = False
+            while not is_last:
+                draw = self.queue.popleft()
+                owners = range(draw.units) if draw.owners is None else draw.owners.tolist()
+                rows = [*zip(owners, draw.rows, strict=True)]
+                units += [[r for o, r in rows if o == unit] for unit in range(draw.units)]
+                is_last = draw.is_last
+            self.reference.step(units, self.moves)
+            self.moves = True
+        if self.private.steps != self.reference.steps:
+            raise Fault(f"{self.private.steps} steps instead of {self.reference.steps}")
+        ours = dict(self.model.named_parameters())
+        for name, right in self.reference.model.named_parameters():
+            _near(f"the parameter {name}", ours[name].detach(), right.detach())
+        if self.private.records and self.reference.norms:
+            self._check_record()
+
+    def _check_record(self) -> None:
+        record, right = self.private.records[-1], self.reference
+        for group, norms in right.norms.items():
+            _near(f"norms of {group}", record.norms[group], torch.tensor(norms))
+            for kind, found, wanted in (
+                ("bound", record.bounds, right.before),
+                ("share", record.clipped, right.shares),
+                ("next bound", self.private.clipping.bounds, right.bounds),
+            ):
+                if abs(found[group] - wanted[group]) > 1e-10:
+                    raise Fault(f"{kind} of {group}: {found[group]}, not {wanted[group]}")
+
+    def check_epsilon(self) -> None:
+        found, right = self.private.epsilon(DELTA), self.reference.epsilon()
+        if found != pytest.approx(right, rel=1e-12):
+            raise Fault(f"epsilon {found}, not {right}")
+
+
+def _near(what: str, found: Tensor, right: Tensor) -> None:
+    if found.shape != right.shape:
+        raise Fault(f"{what}: shape {[*found.shape]}, not {[*right.shape]}")
+    distance = float((found - right).abs().max()) if right.numel() else 0.0
+    if not distance <= 1e-10 * (1 + float(right.abs().max() if right.numel() else 0.0)):
+        raise Fault(f"{what} is off by {distance:.3g}")
+
+
+def fault_of(seed: int) -> str:
+    """What is wrong in a history."""
+    history = None
+    try:
+        history = History(seed)
+        history.go()
+    except (Fault, BackpackError) as error:
+        if any(text in str(error) for text in GIVES_UP):
+            return ""
+        kind = "" if isinstance(error, Fault) else f"{type(error).__name__}: "
+        told = history.told if history else []
+        return f"seed {seed}, {told}: {kind}{error}"
+    return ""
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_histories(block: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(block, SEEDS, BLOCKS):
+            fault = fault_of(seed)
+            assert not fault, fault
