@@ -154,7 +154,14 @@ class Setting:
         }
         if self.users is not None and random.random() < 0.3:
             self.options["max_records"] = 2
-        self.random = random
+        self.ahead = random.choice([0, 0, 0, 1])
+        self.factor, self.is_twofold = random.choice([1.0, 1.0, 0.5]), random.random() < 0.2
+
+    def value(self, out: Tensor, y: Tensor, is_own: bool = False) -> Tensor:
+        """The loss, or a sample's own."""
+        lossfunc = self.losses[2 if is_own else 0]
+        value = self.factor * lossfunc(out, y)
+        return value + lossfunc(2 * out, y) if self.is_twofold else value
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -209,8 +216,10 @@ class Reference:
         return {"flat": "all", "per_layer": layer}.get(kind, name)
 
     def gradients(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        x, y, own = self.setting.x, self.setting.y, self.setting.losses[2]
-        loss = sum(own(self.model(x[r : r + 1]), y[r : r + 1]) for r in rows)
+        x, y = self.setting.x, self.setting.y
+        loss = sum(
+            self.setting.value(self.model(x[r : r + 1]), y[r : r + 1], True) for r in rows
+        )
         found = torch.autograd.grad(loss, [*self.named.values()], materialize_grads=True)  # type: ignore[arg-type]
         return dict(zip(self.named, found, strict=True))
 

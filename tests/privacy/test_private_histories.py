@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backpack_capture import capture
-from backpack_core.errors import BackpackError, InternalError
+from backpack_core.errors import BackpackError, InternalError, UsageError
 from tests.privacy.histories import DELTA, Reference, Setting
 
 SEEDS, BLOCKS = 6, 2
@@ -70,15 +70,15 @@ def runs_without_step(history: History, x: Tensor, y: Tensor) -> None:
             history.model(x[:1])
     if history.random.random() < 0.5 and x.is_floating_point():
         inputs = x.clone().requires_grad_()
-        torch.autograd.grad(history.loss(history.model(inputs), y), inputs)
+        torch.autograd.grad(history.setting.value(history.model(inputs), y), inputs)
     del out
 
 
 @happening
 def own_backward(history: History, x: Tensor, y: Tensor) -> None:
-    history.loss(history.model(x), y).backward()
+    history.setting.value(history.model(x), y).backward()
     if history.random.random() < 0.5:
-        history.refuses(lambda: history.private.step(history.loss(history.model(x), y)))
+        history.refuses(lambda: history.private.step(history.setting.value(history.model(x), y)))
         history.refuses(history.optimizer.step)
     history.random.choice([history.optimizer, history.model]).zero_grad()
 
@@ -86,7 +86,7 @@ def own_backward(history: History, x: Tensor, y: Tensor) -> None:
 @happening
 def steps_without_sums(history: History, x: Tensor, y: Tensor) -> None:
     history.refuses(history.optimizer.step)
-    history.refuses(lambda: history.optimizer.step(lambda: history.loss(history.model(x), y)))
+    history.refuses(lambda: history.optimizer.step(lambda: history.setting.value(history.model(x), y)))
 
 
 @happening
@@ -95,7 +95,7 @@ def frozen(history: History, x: Tensor, y: Tensor) -> None:
     if sum(p.requires_grad for p in history.model.parameters()) < 2:
         return
     parameter.requires_grad_(not parameter.requires_grad)
-    history.refuses(lambda: history.private.step(history.loss(history.model(x), y)))
+    history.refuses(lambda: history.private.step(history.setting.value(history.model(x), y)))
     parameter.requires_grad_(not parameter.requires_grad)
 
 
@@ -106,7 +106,7 @@ def two_blocks(history: History, x: Tensor, y: Tensor) -> None:
     def nested() -> None:
         with history.private:
             history.private.step(
-                history.loss(history.model(x), y), scaler=history.scaler, normaliser=3.0
+                history.setting.value(history.model(x), y), scaler=history.scaler, normaliser=3.0
             )
 
     history.refuses(nested)
@@ -117,7 +117,7 @@ def two_blocks(history: History, x: Tensor, y: Tensor) -> None:
 def error_in_forward(history: History, x: Tensor, y: Tensor) -> None:
     handle = history.model.head.register_forward_hook(_break)
     with suppress(Broken):
-        history.private.step(history.loss(history.model(x), y))
+        history.private.step(history.setting.value(history.model(x), y))
     handle.remove()
 
 
@@ -128,7 +128,7 @@ def error_in_backward(history: History, x: Tensor, y: Tensor) -> None:
 
     handle = history.model.head.register_forward_hook(hook)
     with suppress(Broken):
-        history.private.step(history.loss(history.model(x), y))
+        history.private.step(history.setting.value(history.model(x), y))
     handle.remove()
     history.ends_if_begun()
 
@@ -136,7 +136,7 @@ def error_in_backward(history: History, x: Tensor, y: Tensor) -> None:
 @happening
 def error_in_block(history: History, x: Tensor, y: Tensor) -> None:
     with suppress(Broken), history.private:
-        history.loss(history.model(x), y).backward()
+        history.setting.value(history.model(x), y).backward()
         raise Broken
     history.ends_if_begun()
 
@@ -149,9 +149,24 @@ def error_in_step(history: History, x: Tensor, y: Tensor) -> None:
     with suppress(Broken):
         history.take(x, y)
         history.moves = True  # not the last part
+        history.done += 1
     handle.remove()
+    history.is_restarted |= history.setting.ahead > 0  # empty batches that wait come later
     if not history.moves and history.random.random() < 0.5:
         history.refuses(history.optimizer.step)
+
+
+@happening
+def gradients_set_to_zero(history: History, x: Tensor, y: Tensor) -> None:
+    history.random.choice([history.optimizer, history.model]).zero_grad()
+
+
+@happening
+def copied_model(history: History, x: Tensor, y: Tensor) -> None:
+    """A copy that is used plainly."""
+    model = copy.deepcopy(history.model)
+    with suppress(UsageError):  # extended losses are known to copies
+        history.setting.value(model(x), y).backward()
 
 
 @happening
@@ -203,6 +218,7 @@ class History:
     Attributes:
         told: What has happened.
         queue: The parts of batches that were drawn.
+        done: How many of the first batch's parts went backward.
     """
 
     def __init__(self, seed: int) -> None:
@@ -215,7 +231,7 @@ class History:
             model.eval()
         self.optimizer = self.setting.optimizer(self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** self.random.randint(0, 12))
-        self.queue: deque[Any] = deque()
+        self.queue, self.done = deque[Any](), 0
         self.is_restarted = self.is_used = False
         self.moves = True
         self.make()
@@ -233,9 +249,6 @@ class History:
 
         self.private.loader._draws = watched
 
-    def loss(self, out: Tensor, y: Tensor) -> Tensor:
-        return self.setting.losses[0](out, y)  # type: ignore[no-any-return]
-
     def refuses(self, call: Callable[[], Any]) -> None:
         """It raises one of our errors, and changes nothing."""
         try:
@@ -249,23 +262,28 @@ class History:
     def begins(self) -> None:
         """A loop over the loader begins."""
         self.queue.clear()
+        self.done = 0
         self.reference.is_new = True
 
     def ends_if_begun(self) -> None:
         """After a failed pass: parts before it are lost, and a whole batch may be tried again."""
         if self.private._waiting._is_begun:
-            self.refuses(lambda: self.private.step(self.loss(self.model(self.x), self.y)))
+            self.refuses(lambda: self.private.step(self.setting.value(self.model(self.x), self.y)))
             self.is_restarted = True
 
-    def go(self) -> None:
+    def go(self) -> Iterator[None]:
+        """The loop, with a pause after each pass."""
         while self.reference.steps < STEPS:
             self.begins()
             self.is_restarted = False
-            for x, y in self.private.loader:
+            self.private.ahead = self.setting.ahead
+            for x, y in _behind(self.private.loader, self.setting.ahead):
                 self.catches_up()
                 self.x, self.y = x, y
-                self.check_rows(x)
+                if not torch.equal(x, self.setting.x[[*self.queue[self.done].rows]]):
+                    raise Fault("rows are others than those that were drawn")
                 self.pass_over(x, y)
+                yield
                 if self.is_restarted or self.reference.steps >= STEPS:
                     break
             self.catches_up()
@@ -281,25 +299,26 @@ class History:
         if self.is_restarted or self.is_used:
             return
         before = self.reference.steps
-        is_last = self.queue[0].is_last if len(self.queue) == 1 else self.queue[-1].is_last
+        is_last = self.queue[self.done].is_last
         took = self.take(x, y)
+        self.done += 1
         self.catches_up()
         self.told.append(self.reference.steps)
         if took != is_last or (took and self.reference.steps == before):
             raise Fault(f"took a step: {took}")
-        if self.random.random() < 0.1:
+        if self.random.random() < 0.1 and not self.setting.ahead:
             self.told.append("again")
-            self.refuses(lambda: self.private.step(self.loss(self.model(x), y)))
+            self.refuses(lambda: self.private.step(self.setting.value(self.model(x), y)))
 
     def take(self, x: Tensor, y: Tensor) -> bool:
         """A pass over a part, in one of the ways to write it."""
         way = self.random.choice(["step", "step", "block", "scaler", "captured", "backward"])
         if way == "captured" and (self.setting.users is None):
             if self._captured is None:
-                function = lambda x, y: self.loss(self.model(x), y)  # noqa: E731
+                function = lambda x, y: self.setting.value(self.model(x), y)  # noqa: E731
                 self._captured = capture(function, self.private)
             return bool(self._captured(x, y))
-        value = self.loss(self.model(x), y)
+        value = self.setting.value(self.model(x), y)
         if way == "block":
             with self.private:
                 value.backward()
@@ -314,10 +333,6 @@ class History:
 
     # Comparisons ---------------------------------------------------------------------------------
 
-    def check_rows(self, x: Tensor) -> None:
-        if not torch.equal(x, self.setting.x[[*self.queue[-1].rows]]):
-            raise Fault("rows are others than those that were drawn")
-
     def catches_up(self) -> None:
         """Let the reference take the steps that were taken, and compare."""
         while self.reference.steps < self.private.steps:
@@ -329,6 +344,7 @@ class History:
                 rows = [*zip(owners, draw.rows, strict=True)]
                 units += [[r for o, r in rows if o == unit] for unit in range(draw.units)]
                 is_last = draw.is_last
+            self.done = 0
             self.reference.step(units, self.moves)
             self.moves = True
         if self.private.steps != self.reference.steps:
@@ -357,6 +373,16 @@ class History:
             raise Fault(f"epsilon {found}, not {right}")
 
 
+def _behind(loader: Any, ahead: int) -> Iterator[Any]:
+    """The batches of a loop that asks for one before it works on the last one."""
+    batches = deque[Any]()
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) > ahead:
+            yield batches.popleft()
+    yield from batches
+
+
 def _near(what: str, found: Tensor, right: Tensor) -> None:
     if found.shape != right.shape:
         raise Fault(f"{what}: shape {[*found.shape]}, not {[*right.shape]}")
@@ -366,16 +392,20 @@ def _near(what: str, found: Tensor, right: Tensor) -> None:
 
 
 def fault_of(seed: int) -> str:
-    """What is wrong in a history."""
-    history = None
+    """What is wrong in a history, or in two that go on in turns."""
+    random, told = Random(seed), list[Any]()
     try:
-        history = History(seed)
-        history.go()
+        histories = [History(s) for s in (seed, seed + 10**6)[: random.choice([1, 1, 2])]]
+        told = [history.told for history in histories]
+        going = [history.go() for history in histories]
+        while going:
+            one = random.choice(going)
+            if next(one, going) is going:
+                going.remove(one)
     except (Fault, BackpackError) as error:
         if any(text in str(error) for text in GIVES_UP):
             return ""
         kind = "" if isinstance(error, Fault) else f"{type(error).__name__}: "
-        told = history.told if history else []
         return f"seed {seed}, {told}: {kind}{error}"
     return ""
 

@@ -17,6 +17,9 @@ from backpack_privacy.sums import Sums
 # Relative to a step: the optimizer's copy computes the same, up to the order of sums.
 _TOLERANCE = 1e-2
 
+# What a scaler tells a fused optimizer, for one step.
+SCALED = frozenset({"grad_scale", "found_inf"})
+
 
 class Movement:
     """Compares each step with that of a copy of the optimizer on a copy of the parameters."""
@@ -67,7 +70,7 @@ class Movement:
         if not self._left:
             return
         twin = deepcopy(self._optimizer)  # takes along no hooks, and not what scalers leave
-        for name in {"grad_scale", "found_inf"} & vars(self._optimizer).keys():
+        for name in SCALED & vars(self._optimizer).keys():
             setattr(twin, name, getattr(self._optimizer, name))
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
 from backpack_privacy.captured import CapturedSteps
-from backpack_privacy.movement import Movement
+from backpack_privacy.movement import SCALED, Movement
 from backpack_privacy.refusals import (
     PRIVATE,
     check_finite,
@@ -137,16 +137,19 @@ class Private(Spending):
         try:
             scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
         except BaseException:
-            with suppress(AssertionError):  # nothing was divided by the scale so far
-                scaler.update()  # otherwise nothing would be divided by it in the next step
+            # Otherwise the next gradients would not be divided by the scale, or twice.
+            with suppress(AssertionError):  # these were not divided so far
+                scaler.update()
+            for name in SCALED:
+                vars(self.optimizer).pop(name, None)
             raise
         finally:
             self._is_filled = False  # otherwise the step after a failed one would be a plain one
         scaler.update()
-        if not self._is_stepped:
-            self._take_back()
-            self._step_without_samples(self._waiting.take_empty())
-        return self._is_stepped
+        is_stepped = self._is_stepped
+        self._take_back()
+        self._step_without_samples(self._waiting.take_empty())
+        return is_stepped
 
     @property
     def is_complete(self) -> bool:
@@ -231,6 +234,7 @@ class Private(Spending):
         if self._pass is not None:  # the pass was opened but did not reach its end
             self._pass.end(RuntimeError, None, None)
             self._pass = None
+        self._take_back()
         self._buffers.begin()
         self._waiting.forget()
         self._release.begins()
@@ -242,6 +246,7 @@ class Private(Spending):
         Raises:
             UsageError: The batch before was not used.
         """
+        self._take_back()
         if self._waiting.add(draw, self._sums):
             self._step_without_samples()
 
@@ -277,7 +282,8 @@ class Private(Spending):
                     "backward in `with private:`, or call private.step(loss), and step if "
                     "private.is_complete."
                 )
-            self._fill()
+            scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it
+            self._fill(1.0 if scale is None else float(scale))
         self._movement.before()
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
@@ -302,7 +308,8 @@ class Private(Spending):
         self._is_stepped = overflow is None or not bool(overflow)
         self._take_back()
         self._movement.after()
-        self._step_without_samples(self._waiting.take_empty())
+        if not self._is_filled:  # otherwise when the scaler is through
+            self._step_without_samples(self._waiting.take_empty())
 
     def _take_back(self) -> None:
         """Remove private gradients, also those of a step that raised an error."""
