@@ -75,10 +75,11 @@ class FactoredOptimizer(GroupedOptimizer):
             momentum: The momentum of the steps, as in :class:`torch.optim.SGD`.
             weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
             factor_decay: The share of the past in the average of factors. It is
-                ``min(1 - 1/k, factor_decay)`` at the ``k``-th factors, so that the first ones count
-                like later ones (Martens and Grosse, 2015, section 5).
+                ``min(1 - 1/k, factor_decay)`` at the ``k``-th factors of a parameter, so that the
+                first ones count like later ones (Martens and Grosse, 2015, section 5).
             factors_every: Factors are computed every this many steps.
-            inverses_every: Factors are inverted every this many steps.
+            inverses_every: Factors are inverted every this many steps; those of a parameter that
+                had none so far at once.
             kl_clip: Bound ``κ`` on ``lr² gᵀ(F + damping · I)⁻¹g``, summed over parameters. This is
                 the squared norm of the step in the metric of the curvature, and so about twice the
                 divergence between the predictions before and after. A longer step, before momentum,
@@ -130,7 +131,7 @@ class FactoredOptimizer(GroupedOptimizer):
         self._reading["weight_sharing"] = weight_sharing
         self._max_size, self._group, self._is_compared = max_size, process_group, False
         self._averages: dict[Tensor, KroneckerFactors] = {}
-        self._count = 0
+        self._counts: dict[Tensor, int] = {}  # how many factors are in an average
         self._block: Callable[[], AbstractContextManager[None]] = self.curvature  # of closures
         self._extensions()  # refuses settings of the extension
 
@@ -146,7 +147,9 @@ class FactoredOptimizer(GroupedOptimizer):
     @property
     def without_factors(self) -> list[str]:
         """Names of the parameters that step by AdamW, known after the first step."""
-        return [self.name_of(p) for p in self._all() if "exp_avg" in self.state[p]]
+        adam = {*self._all("adam")}
+        stepped = (p for p in self._all() if "exp_avg" in self.state[p])
+        return [self.name_of(p) for p in stepped if p in adam or p not in self._averages]
 
     def curvature(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """A block around one ``loss.backward()``: factors are computed if the step needs them.
@@ -212,7 +215,8 @@ class FactoredOptimizer(GroupedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of an optimizer, with averages and inverses under ``"curvature"``."""
         found = saved(self._tables(), self._all(), self._fingerprint())
-        numbers = {"steps": self.steps, "count": self._count, "damping": self.damping}
+        counts = {place: self._counts[p] for place, p in enumerate(self._all()) if p in self._counts}
+        numbers = {"steps": self.steps, "counts": counts, "damping": self.damping}
         return {**super().state_dict(), "curvature": {**found, **numbers}}
 
     def _fingerprint(self) -> Fingerprint:
@@ -233,8 +237,8 @@ class FactoredOptimizer(GroupedOptimizer):
         require_same_plugins(found, self._fingerprint())
         super().load_state_dict(dict(state_dict))
         restore(tables, found, self._all(), self.name_of)
-        self.steps, self._count = found["steps"], found["count"]
-        self.damping = found["damping"]
+        self._counts = {self._all()[place]: count for place, count in found["counts"].items()}
+        self.steps, self.damping = found["steps"], found["damping"]
         self._joined = Joined(self._all())
 
     @abstractmethod
@@ -246,8 +250,8 @@ class FactoredOptimizer(GroupedOptimizer):
         """Add matrices of new data to the averages."""
 
     @abstractmethod
-    def _invert(self) -> None:
-        """Decompose the averages again."""
+    def _invert(self, averages: Mapping[Tensor, KroneckerFactors]) -> None:
+        """Decompose averages, all or some."""
 
     @abstractmethod
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
@@ -261,15 +265,15 @@ class FactoredOptimizer(GroupedOptimizer):
         """What the next pass computes."""
         if self.steps % self._factors_every:
             return [Nothing()]
-        chosen = {id(p) for p in self._all("curvature")}
-        of_chosen = partial(factors_of_some, lambda p: id(p) in chosen, self._max_size)
-        return [of_chosen(field=FIELD, **self._reading)]
+        chosen = frozenset(map(id, self._all("curvature")))
+        return [factors_of_some(chosen, self._max_size, field=FIELD, **self._reading)]
 
     def _observe(self) -> None:
         """Add the passes since the last step to the averages, and invert if that is due."""
         if self._group is not None and not self._is_compared:
             agreed_on_ranks(self._fingerprint(), self._group)
             self._is_compared = True
+        self._joined.look()
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
             if self._group is not None:
@@ -283,20 +287,33 @@ class FactoredOptimizer(GroupedOptimizer):
             processes.join(self._joined, self._all(), self._group)
         if is_due:
             require_finite(self._joined.values, self.name_of)
-            self._count += 1
-            self._fold(self._joined.values)
-        if self.steps % self._inverses_every == 0:
-            self._invert()
+        tables = [*self._tables().values()]
+        kept = [(table, dict(table)) for table in (*tables, self._counts)]
+        try:
+            if is_due:
+                self._fold(self._joined.values)
+            is_all = self.steps % self._inverses_every == 0
+            self._invert({p: f for p, f in self._averages.items() if is_all or p not in tables[-1]})
+        except UsageError:  # a singular factor; the step may be tried again
+            for table, before in kept:
+                table.clear()
+                table.update(before)
+            raise
 
     def _average(self, found: Factors) -> None:
         """Moving averages of Kronecker factors."""
-        decay = min(1 - 1 / self._count, self._decay_of_factors)
         for parameter, new in found.items():
             known = self._averages.get(parameter)
+            self._counts[parameter] = self._counts.get(parameter, 0) + 1
+            decay = self._decay_at(self._counts[parameter])
             factors = cast(KroneckerFactors, new)
             self._averages[parameter] = (
                 factors if known is None else known.moving_average(factors, decay)
             )
+
+    def _decay_at(self, count: int) -> float:
+        """The share of the past in an average of so many."""
+        return min(1 - 1 / count, self._decay_of_factors)
 
     def _directions(self) -> list[tuple[Group, dict[Tensor, Tensor]]]:
         """For each group, gradients in the metric of the curvature, scaled to the bound."""

@@ -65,14 +65,14 @@ class KFAC(FactoredOptimizer):
     def _fold(self, found: Mapping[str, Factors]) -> None:
         self._average(found.get(FIELD, {}))
 
-    def _invert(self) -> None:
+    def _invert(self, averages: Mapping[Tensor, KroneckerFactors]) -> None:
         def inverse(factors: KroneckerFactors) -> CurvatureMatrix:
             if self._split == "exact":
                 return factors.eigenbasis()
             return factors.inverse(self.damping, balanced=self._split == "pi")
 
         form = eigenbasis_form if self._split == "exact" else lambda factors: factors
-        self._inverses = inverted(self._averages, inverse, form, self._group)
+        self._inverses.update(inverted(averages, inverse, form, self._group))
 
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         inverse = self._inverses.get(parameter)
