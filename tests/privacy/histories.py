@@ -70,7 +70,9 @@ def _hinge(out: Tensor, y: Tensor) -> Tensor:
 
 def _losses(random: Random) -> tuple[Losses, bool]:
     """A loss, the ``normaliser`` of the training, a sample's own loss; and if there are classes."""
-    kind = random.choice(["module", "module", "weighted", "square", "mean", "sum", "told", "number"])
+    kind = random.choice(
+        ["module", "module", "weighted", "square", "mean", "sum", "told", "number"]
+    )
     reduction = random.choice(["mean", "sum"])
     if kind == "square":
         return (nn.MSELoss(reduction=reduction), "loss", nn.MSELoss(reduction="sum")), False
@@ -126,8 +128,10 @@ class Setting:
             random.choice(every).requires_grad_(False)
         shape = (self.count, 4) if has_tokens else (self.count, self.size)
         self.x = torch.randint(5, shape) if has_tokens else torch.randn(shape)
-        self.y = torch.randint(CLASSES, (self.count,)) if has_classes else torch.randn(
-            self.count, CLASSES
+        self.y = (
+            torch.randint(CLASSES, (self.count,))
+            if has_classes
+            else torch.randn(self.count, CLASSES)
         )
         self.users = [random.randrange(5) for _ in range(self.count)]
         self.users = self.users if random.random() < 0.3 else None  # type: ignore[assignment]
@@ -138,6 +142,8 @@ class Setting:
         self.weights = random.choice(["clip", "clip", "automatic", _halved, _smooth])
         self.max_norm: Any = random.choice([0.1, 1.0, 5.0])
         self.groups: Any = random.choice(["flat", "flat", "per_layer", "per_parameter", "own"])
+        if self.groups == "own" and not any(p.requires_grad for p in self.model.parts.parameters()):
+            self.groups = "flat"  # otherwise a pattern would fit nothing
         if self.groups == "own":
             self.max_norm = {"head.*": 0.3, "*": 1.0}
         self.is_adaptive = random.random() < 0.25
@@ -217,9 +223,7 @@ class Reference:
 
     def gradients(self, rows: Sequence[int]) -> dict[str, Tensor]:
         x, y = self.setting.x, self.setting.y
-        loss = sum(
-            self.setting.value(self.model(x[r : r + 1]), y[r : r + 1], True) for r in rows
-        )
+        loss = sum(self.setting.value(self.model(x[r : r + 1]), y[r : r + 1], True) for r in rows)
         found = torch.autograd.grad(loss, [*self.named.values()], materialize_grads=True)  # type: ignore[arg-type]
         return dict(zip(self.named, found, strict=True))
 

@@ -13,6 +13,7 @@ from backpack_optimizers.factored import FIELD, FactoredOptimizer
 from backpack_optimizers.passes import Factors
 from backpack_optimizers.processes import eigenbasis_form, inverted
 from backpack_optimizers.reading import EigenvaluesOfSome
+from backpack_optimizers.values import decay_at, fold
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
 
@@ -63,12 +64,12 @@ class EKFAC(FactoredOptimizer):
         self._placed = {p: copied(basis, known.get(p)) for p, basis in self._bases.items()}
 
     def _fold(self, found: Mapping[str, Factors]) -> None:
-        self._average(found.get(FIELD, {}))
+        fold(found.get(FIELD, {}), self._averages, self._counts, self._most)
         for parameter, new in found.get(CORRECTED, {}).items():
             assert isinstance(new, KroneckerEigenbasis)
             before = self._bases[parameter]
             # The first corrected values replace those of the factors.
-            decay = self._decay_at(self._counts[parameter] - 1)
+            decay = decay_at(self._counts[parameter] - 1, self._most)
             values = decay * before.values + (1 - decay) * new.values
             self._bases[parameter] = before.with_values(values)
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -26,7 +26,13 @@ from backpack_optimizers.groups import (
 from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
-from backpack_optimizers.values import require_finite, require_same_plugins, restore, saved
+from backpack_optimizers.values import (
+    require_finite,
+    require_same_plugins,
+    restore,
+    saved,
+    unchanged_on_error,
+)
 from backpack_products.fingerprint import Fingerprint, agreed_on_ranks, fingerprint
 from backpack_secondorder.kronecker import KroneckerFactors
 
@@ -125,13 +131,13 @@ class FactoredOptimizer(GroupedOptimizer):
         require_count("inverses_every", inverses_every)
         require_count("max_size", max_size)
         self.damping, self.steps = damping, 0
-        self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
+        self._most, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
         self._reading: dict[str, Any] = {"mc_samples": mc_samples}
         self._reading["weight_sharing"] = weight_sharing
         self._max_size, self._group, self._is_compared = max_size, process_group, False
         self._averages: dict[Tensor, KroneckerFactors] = {}
-        self._counts: dict[Tensor, int] = {}  # how many factors are in an average
+        self._counts: dict[Tensor, int] = {}  # how many factors are in each
         self._block: Callable[[], AbstractContextManager[None]] = self.curvature  # of closures
         self._extensions()  # refuses settings of the extension
 
@@ -215,7 +221,9 @@ class FactoredOptimizer(GroupedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of an optimizer, with averages and inverses under ``"curvature"``."""
         found = saved(self._tables(), self._all(), self._fingerprint())
-        counts = {place: self._counts[p] for place, p in enumerate(self._all()) if p in self._counts}
+        counts = {
+            place: self._counts[p] for place, p in enumerate(self._all()) if p in self._counts
+        }
         numbers = {"steps": self.steps, "counts": counts, "damping": self.damping}
         return {**super().state_dict(), "curvature": {**found, **numbers}}
 
@@ -288,32 +296,11 @@ class FactoredOptimizer(GroupedOptimizer):
         if is_due:
             require_finite(self._joined.values, self.name_of)
         tables = [*self._tables().values()]
-        kept = [(table, dict(table)) for table in (*tables, self._counts)]
-        try:
+        with unchanged_on_error([*tables, self._counts]):
             if is_due:
                 self._fold(self._joined.values)
             is_all = self.steps % self._inverses_every == 0
             self._invert({p: f for p, f in self._averages.items() if is_all or p not in tables[-1]})
-        except UsageError:  # a singular factor; the step may be tried again
-            for table, before in kept:
-                table.clear()
-                table.update(before)
-            raise
-
-    def _average(self, found: Factors) -> None:
-        """Moving averages of Kronecker factors."""
-        for parameter, new in found.items():
-            known = self._averages.get(parameter)
-            self._counts[parameter] = self._counts.get(parameter, 0) + 1
-            decay = self._decay_at(self._counts[parameter])
-            factors = cast(KroneckerFactors, new)
-            self._averages[parameter] = (
-                factors if known is None else known.moving_average(factors, decay)
-            )
-
-    def _decay_at(self, count: int) -> float:
-        """The share of the past in an average of so many."""
-        return min(1 - 1 / count, self._decay_of_factors)
 
     def _directions(self) -> list[tuple[Group, dict[Tensor, Tensor]]]:
         """For each group, gradients in the metric of the curvature, scaled to the bound."""

@@ -58,9 +58,9 @@ class Joined:
             self._before = {}
 
     def look(self) -> None:
-        """Find out whether gradients were changed since the last pass; forget passes if all are gone.
+        """Find out whether gradients were changed since the last pass.
 
-        So ``zero_grad()`` of the model forgets passes like that of the optimizer.
+        If all are gone, passes are forgotten: ``zero_grad()`` of the model is that of the optimizer.
         """
         self._is_changed = any(
             p.grad is not grad or grad._version != version

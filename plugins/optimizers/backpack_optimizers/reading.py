@@ -15,6 +15,7 @@ from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.matrix import CurvatureMatrix
 
+
 class _FactorsOfSome:
     """Reads Kronecker factors of chosen parameters, if no factor is larger than a bound."""
 
