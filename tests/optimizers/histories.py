@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backpack_core.errors import BackpackError, InternalError
+
 IN, CLASSES = 4, 3
 
 
@@ -47,6 +49,34 @@ class Net(nn.Module):
             else:
                 x = x + self.more(x).sigmoid()
         return self.last(x)  # type: ignore[no-any-return]
+
+
+def check_refused(call: Callable[[], Any]) -> None:
+    """It raises one of our errors."""
+    try:
+        call()
+    except InternalError:
+        raise
+    except BackpackError:
+        return
+    raise Fault("nothing was raised")
+
+
+def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups with parameters in the place of their names."""
+    return [
+        {**{k: v for k, v in group.items() if k != "names"}, "params": params}
+        for group in groups
+        for params in [[model.get_parameter(name) for name in group["names"]]]
+    ]
+
+
+def near(model: nn.Module, right: nn.Module, bound: float) -> None:
+    """Compare all parameters."""
+    for (name, found), wanted in zip(model.named_parameters(), right.parameters(), strict=True):
+        distance = float((found - wanted).detach().abs().max())
+        if not distance <= bound * (1 + float(wanted.detach().abs().max())):
+            raise Fault(f"{name} is off by {distance:.3g}")
 
 
 def diverged(model: nn.Module) -> bool:

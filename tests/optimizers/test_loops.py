@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -87,9 +88,9 @@ def test_gradients_from_outside_of_blocks(reduction: str) -> None:
 def test_a_first_pass_that_fails_leaves_no_gradient() -> None:
     model, lossfunc, x, y = problem()
     optimizer = KFAC(model)
-    with pytest.raises(ZeroDivisionError), optimizer.curvature():
+    with suppress(ZeroDivisionError), optimizer.curvature():
         lossfunc(model(x), y).backward()
-        _ = 1 / 0
+        raise ZeroDivisionError
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -165,9 +166,10 @@ def test_a_step_that_cannot_invert_changes_nothing(kind: Any, monkeypatch: Any) 
     def fails(averages: Any) -> None:
         raise UsageError("A factor is singular.")
 
-    with monkeypatch.context() as patched, pytest.raises(UsageError, match="is singular"):
+    with monkeypatch.context() as patched:
         patched.setattr(optimizer, "_invert", fails)
-        optimizer.step()
+        with pytest.raises(UsageError, match="is singular"):
+            optimizer.step()
     optimizer.step()
     train(other, twin, lossfunc, 2 * x, y)
     assert_near(values(model), values(twin))

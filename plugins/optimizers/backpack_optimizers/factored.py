@@ -110,14 +110,9 @@ class FactoredOptimizer(GroupedOptimizer):
             UsageError: The model is not extended, or a setting is out of range.
         """
         self._joined = Joined([])
-        super().__init__(
-            model,
-            params,
-            {
-                **{"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-                **{"method": method, "adam_scale": adam_scale, "betas": betas, "eps": eps},
-            },
-        )
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method}
+        adam = {"adam_scale": adam_scale, "betas": betas, "eps": eps}
+        super().__init__(model, params, {**settings, **adam})
         if not is_extended(self.model):
             raise UsageError(
                 f"{type(self).__name__} computes curvature in the backward pass, so model and loss "
@@ -127,14 +122,13 @@ class FactoredOptimizer(GroupedOptimizer):
         require_share("factor_decay", factor_decay)
         if kl_clip is not None:
             require_positive("kl_clip", kl_clip)
-        require_count("factors_every", factors_every)
-        require_count("inverses_every", inverses_every)
-        require_count("max_size", max_size)
+        counts = {"factors_every": factors_every, "inverses_every": inverses_every}
+        for name, count in {**counts, "max_size": max_size}.items():
+            require_count(name, count)
         self.damping, self.steps = damping, 0
         self._most, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
-        self._reading: dict[str, Any] = {"mc_samples": mc_samples}
-        self._reading["weight_sharing"] = weight_sharing
+        self._reading: dict[str, Any] = {"mc_samples": mc_samples, "weight_sharing": weight_sharing}
         self._max_size, self._group, self._is_compared = max_size, process_group, False
         self._averages: dict[Tensor, KroneckerFactors] = {}
         self._counts: dict[Tensor, int] = {}  # how many factors are in each
@@ -221,10 +215,10 @@ class FactoredOptimizer(GroupedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of an optimizer, with averages and inverses under ``"curvature"``."""
         found = saved(self._tables(), self._all(), self._fingerprint())
-        counts = {
-            place: self._counts[p] for place, p in enumerate(self._all()) if p in self._counts
+        found["counts"] = {
+            n: self._counts[p] for n, p in enumerate(self._all()) if p in self._counts
         }
-        numbers = {"steps": self.steps, "counts": counts, "damping": self.damping}
+        numbers = {"steps": self.steps, "damping": self.damping}
         return {**super().state_dict(), "curvature": {**found, **numbers}}
 
     def _fingerprint(self) -> Fingerprint:
@@ -291,7 +285,7 @@ class FactoredOptimizer(GroupedOptimizer):
                 "of this optimizer since the last step: write with optimizer.curvature(): "
                 "loss.backward(), or pass a closure to step."
             )
-        if self._group is not None and self._joined.passes:
+        if self._group is not None:
             processes.join(self._joined, self._all(), self._group)
         if is_due:
             require_finite(self._joined.values, self.name_of)

@@ -60,7 +60,7 @@ class Joined:
     def look(self) -> None:
         """Find out whether gradients were changed since the last pass.
 
-        If all are gone, passes are forgotten: ``zero_grad()`` of the model is that of the optimizer.
+        If all are gone, passes are forgotten, as by ``zero_grad()`` of the optimizer.
         """
         self._is_changed = any(
             p.grad is not grad or grad._version != version
@@ -251,7 +251,7 @@ class CapturedPasses:
 def _kind(extension: Extension) -> Any:
     """A key that differs for different extensions: the class, and what it reads at, or in."""
     bases = getattr(extension, "basis", None) or {}
-    chosen = getattr(extension, "chosen", frozenset())
+    chosen: frozenset[int] = getattr(extension, "chosen", frozenset())
     return type(extension), chosen, *[id(basis) for _, basis in bases.values()]
 
 

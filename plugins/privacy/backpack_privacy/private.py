@@ -80,8 +80,8 @@ class Private(Spending):
         self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._kind, self._is_mean = Told(), Pass, False
-        self._is_filled = self._is_stepped = False
+        self._told, self._kind = Told(), Pass
+        self._is_mean = self._is_filled = self._is_stepped = False
         self._released: dict[Tensor, Tensor] = {}  # private gradients of a step that goes on
         self._watch = Forwards(inner)
         self._handles = [
@@ -137,16 +137,15 @@ class Private(Spending):
         try:
             scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
         except BaseException:
-            # Otherwise the next gradients would not be divided by the scale, or twice.
-            with suppress(AssertionError):  # these were not divided so far
-                scaler.update()
+            with suppress(AssertionError):  # gradients were not divided by the scale so far
+                scaler.update()  # otherwise the next ones would not be divided, or twice
             for name in SCALED:
                 vars(self.optimizer).pop(name, None)
             raise
         finally:
             self._is_filled = False  # otherwise the step after a failed one would be a plain one
         scaler.update()
-        is_stepped = self._is_stepped
+        is_stepped = self._is_stepped  # by the scaler, not by what follows
         self._take_back()
         self._step_without_samples(self._waiting.take_empty())
         return is_stepped
@@ -320,10 +319,7 @@ class Private(Spending):
 
     @property
     def ahead(self) -> int:
-        """How many batches may wait for their backward pass.
-
-        Set it to 1 for loops that ask for a batch before they work on the last one.
-        """
+        """How many batches may wait; 1 for loops that ask for one before they use the last one."""
         return self._waiting.ahead
 
     @ahead.setter
