@@ -130,6 +130,7 @@ def not_finite(history: History) -> None:
 @happening
 def step_without_pass(history: History) -> None:
     if history.plain.steps % history.options["factors_every"] == 0:
+        history.zero_grad("optimizer")
         check_refused(history.optimizer.step)
 
 

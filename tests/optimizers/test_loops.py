@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from backpack_capture import capture
+from backpack_core import extend
 from backpack_core.errors import UsageError
 from backpack_optimizers import EKFAC, KFAC, GaussNewton
 from tests.optimizers.problems import (
@@ -44,13 +45,28 @@ def test_the_models_zero_grad_forgets_passes(kind: Any, to_none: bool) -> None:
     train(other, twin, lossfunc, x, y)
     a_pass(optimizer, model, lossfunc, 9 * x, y)
     model.zero_grad(to_none)
-    with pytest.raises(UsageError, match="no pass with a sample ran in a block"):
-        optimizer.step()
+    if to_none:
+        with pytest.raises(UsageError, match="no pass with a sample ran in a block"):
+            optimizer.step()
     a_pass(optimizer, model, lossfunc, 9 * x, y)
     model.zero_grad(to_none)
     a_pass(optimizer, model, lossfunc, x, y)
     optimizer.step()
     assert_near(values(model), values(twin))
+
+
+def test_gradients_of_zero_are_a_step() -> None:
+    """Also if they were clipped in place."""
+    model, lossfunc = problem()[0], extend(nn.MSELoss())
+    model.requires_grad_(False)
+    model[3].requires_grad_(True)
+    x = torch.randn(4, 4)
+    y = model(x).detach()
+    optimizer = KFAC(model, **EXACT)
+    a_pass(optimizer, model, lossfunc, x, y)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    assert optimizer.steps == 1
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -139,7 +139,9 @@ def error_in_step(history: History, x: Tensor, y: Tensor) -> None:
     handle.remove()
     history.is_restarted |= history.setting.ahead > 0  # empty batches that wait come later
     if not history.moves and history.random.random() < 0.5:
-        history.refuses(history.optimizer.step)
+        with suppress(UsageError):  # after that of a scaler
+            history.optimizer.step()  # the same gradients again
+            history.moves = True
 
 
 @happening

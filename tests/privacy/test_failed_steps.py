@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from copy import deepcopy
 from math import exp
 from typing import Any
 
@@ -38,8 +39,10 @@ def test_a_step_that_fails_is_spent() -> None:
     x, y = next(batches)
     step_that_fails(private, lossfunc(model(x), y))
     assert (private.steps, len(private.records), len(private.accountant.spent)) == (1, 1, 1)
-    with pytest.raises(UsageError, match="has no private sum"):
-        private.optimizer.step()
+    before = deepcopy(model)
+    private.optimizer.step()  # the same gradients again
+    assert difference(model, before) > 0
+    assert private.steps == 1
     x, y = next(batches)
     assert private.step(lossfunc(model(x), y))
     for x, y in private.loader:
@@ -48,6 +51,44 @@ def test_a_step_that_fails_is_spent() -> None:
     for x, y in private.loader:
         assert private.step(lossfunc(model(x), y))
     assert private.steps == 6
+
+
+class Breaks(torch.optim.SGD):
+    """Calls the step of its base class; breaks in the middle, if told so."""
+
+    is_well = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_well:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(0.1)
+            raise ZeroDivisionError
+        found = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-1.0, 1.0)
+        return found
+
+
+@pytest.mark.parametrize("checks", [0, 5])
+def test_a_step_that_fails_in_the_middle(checks: int) -> None:
+    """Of an optimizer with hooks of its own and of its base class."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch puts hooks on a class at its first use
+    options: dict[str, Any] = {"sampling": "shuffled", "checks": checks}
+    private, model, lossfunc = privately(optimizer=lambda p: Breaks(p, lr=0.1), **options)
+    assert max(float(p.detach().abs().max()) for p in model.parameters()) < 1.0
+    for number, (x, y) in enumerate(private.loader):
+        private.optimizer.is_well = number != 1
+        if number == 1:
+            with pytest.raises(ZeroDivisionError):
+                private.step(lossfunc(model(x), y))
+            lossfunc(model(x), y).backward()
+            with pytest.raises(UsageError, match="has no private sum"):
+                private.optimizer.step()
+        else:
+            assert private.step(lossfunc(model(x), y))
+    assert private.steps == 3
 
 
 @pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1)])

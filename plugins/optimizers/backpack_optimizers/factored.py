@@ -275,7 +275,7 @@ class FactoredOptimizer(GroupedOptimizer):
         if self._group is not None and not self._is_compared:
             agreed_on_ranks(self._fingerprint(), self._group)
             self._is_compared = True
-        self._joined.look()
+        self._joined.look(is_step=True)
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
             if self._group is not None:

@@ -57,16 +57,21 @@ class Joined:
         if self._before is not None:
             self._before = {}
 
-    def look(self) -> None:
+    def look(self, is_step: bool = False) -> None:
         """Find out whether gradients were changed since the last pass.
 
         If all are gone, passes are forgotten, as by ``zero_grad()`` of the optimizer.
+
+        Args:
+            is_step: Whether a step follows, so that gradients of zero may be those of the passes,
+                scaled or clipped in place.
         """
         self._is_changed = any(
             p.grad is not grad or grad._version != version
             for p, (grad, version) in self._own.items()
         )
-        if self._is_changed and not any(_is_there(p.grad) for p in self._own):
+        grads = (p.grad for p in self._own if p.grad is not None)
+        if self._is_changed and not any(is_step or bool(grad.any()) for grad in grads):
             self.reset()
 
     def begin(self) -> None:
@@ -143,10 +148,6 @@ class Joined:
             return None
         before, self.weight = self.weight, self.weight + numbers[0]
         return before / self.weight
-
-
-def _is_there(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
 
 
 def joined(known: Factors, new: Factors, share: float | None) -> Factors:

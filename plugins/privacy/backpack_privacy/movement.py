@@ -67,6 +67,7 @@ class Movement:
             UsageError: Parameters have changed since the last step.
         """
         self._check_unchanged()
+        self._versions = {}  # a step that fails may have moved something
         if not self._left:
             return
         twin = deepcopy(self._optimizer)  # takes along no hooks, and not what scalers leave

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
 from backpack_privacy.captured import CapturedSteps
+from backpack_privacy.given import Given
 from backpack_privacy.movement import SCALED, Movement
 from backpack_privacy.refusals import (
     PRIVATE,
@@ -27,7 +28,6 @@ from backpack_privacy.refusals import (
 )
 from backpack_privacy.release import Budget, Release, Spending
 from backpack_privacy.sampling import Draw, PrivateLoader
-from backpack_privacy.shards import placed_as
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
 from backpack_privacy.watching import Buffers, Forwards
@@ -82,7 +82,7 @@ class Private(Spending):
         self._pass: Pass | None = None
         self._told, self._kind = Told(), Pass
         self._is_mean = self._is_filled = self._is_stepped = False
-        self._released: dict[Tensor, Tensor] = {}  # private gradients of a step that goes on
+        self._given = Given()
         self._watch = Forwards(inner)
         self._handles = [
             *self._watch.handles,
@@ -141,12 +141,13 @@ class Private(Spending):
                 scaler.update()  # otherwise the next ones would not be divided, or twice
             for name in SCALED:
                 vars(self.optimizer).pop(name, None)
+            self._given.take_back()
             raise
         finally:
             self._is_filled = False  # otherwise the step after a failed one would be a plain one
         scaler.update()
         is_stepped = self._is_stepped  # by the scaler, not by what follows
-        self._take_back()
+        self._given.take_back()
         self._step_without_samples(self._waiting.take_empty())
         return is_stepped
 
@@ -187,7 +188,7 @@ class Private(Spending):
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass and cannot be nested.")
         check_open(self.optimizer)
-        self._take_back()
+        self._given.take_back()
         check_pass(self._inner, self._named)
         self._budget.check(self.steps)
         begun = kind(self._sums, self.clipping, self._waiting.take())
@@ -233,7 +234,7 @@ class Private(Spending):
         if self._pass is not None:  # the pass was opened but did not reach its end
             self._pass.end(RuntimeError, None, None)
             self._pass = None
-        self._take_back()
+        self._given.take_back()
         self._buffers.begin()
         self._waiting.forget()
         self._release.begins()
@@ -245,7 +246,7 @@ class Private(Spending):
         Raises:
             UsageError: The batch before was not used.
         """
-        self._take_back()
+        self._given.take_back()
         if self._waiting.add(draw, self._sums):
             self._step_without_samples()
 
@@ -253,7 +254,7 @@ class Private(Spending):
         """Take steps of noise, as for every batch, without samples in this process."""
         for _ in range(count):
             self._budget.check(self.steps)
-            self._take_back()
+            self._given.take_back()
             check_pass(self._inner, self._named)  # as in processes that have samples
             self._sums.is_complete = True
             self.optimizer.step()
@@ -271,9 +272,11 @@ class Private(Spending):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Replace plain gradients by private ones."""
         check_no_closure([*args, *kwargs.values()])
+        if self._given.enter_again():
+            return
         check_stepped(optimizer, self._named)
         if not self._is_filled:
-            self._take_back()
+            self._given.take_back()
             check_no_gradient(self._named)
             if not self._sums.is_complete:
                 raise UsageError(
@@ -284,6 +287,7 @@ class Private(Spending):
             scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it
             self._fill(1.0 if scale is None else float(scale))
         self._movement.before()
+        self._given.enter()
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
         """Set ``.grad`` to the private gradient, and count the step, whatever becomes of it.
@@ -295,27 +299,21 @@ class Private(Spending):
         gradients = self._release.gradients(self._sums)
         if not is_looked_at:
             check_finite(gradients)
-        for parameter, gradient in zip(self._named.values(), gradients, strict=True):
-            parameter.grad = self._released[parameter] = placed_as(gradient.mul_(scale), parameter)
+        self._given.give(self._named, gradients, scale)
         self._movement.sees(self._sums)
         self._release.finish(self._sums)
         self._sums.forget()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check whether parameters moved as they should."""
+        if not self._given.leave():
+            return
         overflow = getattr(optimizer, "found_inf", None)  # fused optimizers look by themselves
         self._is_stepped = overflow is None or not bool(overflow)
-        self._take_back()
+        self._given.take_back()
         self._movement.after()
         if not self._is_filled:  # otherwise when the scaler is through
             self._step_without_samples(self._waiting.take_empty())
-
-    def _take_back(self) -> None:
-        """Remove private gradients, also those of a step that raised an error."""
-        for parameter, gradient in self._released.items():
-            if parameter.grad is gradient:
-                parameter.grad = None
-        self._released = {}
 
     @property
     def ahead(self) -> int:
