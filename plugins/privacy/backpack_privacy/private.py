@@ -328,6 +328,7 @@ class Private(Spending):
         """Remove the hooks: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
             handle.remove()
+        self._given.take_back()
         PRIVATE.discard(self.optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
