@@ -81,7 +81,7 @@ def near(model: nn.Module, right: nn.Module, bound: float) -> None:
 
 def diverged(model: nn.Module) -> bool:
     """Whether training grows rounding errors."""
-    return any(float(p.detach().abs().max()) > 1e3 for p in model.parameters())
+    return any(float(p.detach().abs().max()) > 20.0 for p in model.parameters())
 
 
 @dataclass
