@@ -44,7 +44,7 @@ def test_a_step_is_that_of_the_dense_matrix() -> None:
     dense = ggn.dense() + 0.1 * torch.eye(ggn.shape[0])
     gradient = torch.cat([g.flatten() for g in ggn.gradient()])
     start, loss = values(model), lossfunc(model(x), y)
-    wanted = (start - 0.5 * torch.linalg.solve(dense, gradient)) * (1 - 0.5 * 0.2)
+    wanted = start * (1 - 0.5 * 0.2) - 0.5 * torch.linalg.solve(dense, gradient)
     optimizer = GaussNewton(model, lossfunc, None, 0.5, 0.1, 0.2, **TIGHT)
     found = optimizer.step([(x[:3], y[:3]), (x[3:], y[3:])])
     assert_near(found, loss.detach())

@@ -13,7 +13,9 @@ from backpack_optimizers.factored import FIELD, FactoredOptimizer
 from backpack_optimizers.passes import Factors
 from backpack_optimizers.processes import eigenbasis_form, inverted
 from backpack_optimizers.reading import EigenvaluesOfSome
+from backpack_optimizers.values import decay_at, fold
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.kronecker import KroneckerFactors
 
 CORRECTED = "optimizer_eigenvalues"
 
@@ -47,7 +49,9 @@ class EKFAC(FactoredOptimizer):
         extensions = super()._extensions()
         if self.steps % self._factors_every or not self._placed:
             return extensions
-        return [*extensions, EigenvaluesOfSome(self._placed, field=CORRECTED, **self._reading)]
+        chosen = {*self._all("curvature")}
+        bases = {p: basis for p, basis in self._placed.items() if p in chosen}
+        return [*extensions, EigenvaluesOfSome(bases, field=CORRECTED, **self._reading)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See the base class."""
@@ -60,24 +64,23 @@ class EKFAC(FactoredOptimizer):
         self._placed = {p: copied(basis, known.get(p)) for p, basis in self._bases.items()}
 
     def _fold(self, found: Mapping[str, Factors]) -> None:
-        self._average(found.get(FIELD, {}))
-        # The first corrected values replace those of the factors.
-        decay = min(1 - 1 / max(self._count - 1, 1), self._decay_of_factors)
+        fold(found.get(FIELD, {}), self._averages, self._counts, self._most)
         for parameter, new in found.get(CORRECTED, {}).items():
             assert isinstance(new, KroneckerEigenbasis)
             before = self._bases[parameter]
+            # The first corrected values replace those of the factors.
+            decay = decay_at(self._counts[parameter] - 1, self._most)
             values = decay * before.values + (1 - decay) * new.values
             self._bases[parameter] = before.with_values(values)
 
-    def _invert(self) -> None:
-        new = inverted(
-            self._averages, lambda factors: factors.eigenbasis(), eigenbasis_form, self._group
-        )
+    def _invert(self, averages: Mapping[Tensor, KroneckerFactors]) -> None:
+        new = inverted(averages, lambda factors: factors.eigenbasis(), eigenbasis_form, self._group)
         for parameter, basis in new.items():
             assert isinstance(basis, KroneckerEigenbasis)
             before = self._bases.get(parameter)
             self._bases[parameter] = basis if before is None else turned(before, basis)
-        self._place()
+        if new:
+            self._place()
 
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         basis = self._bases.get(parameter)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -26,7 +26,13 @@ from backpack_optimizers.groups import (
 from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
-from backpack_optimizers.values import require_finite, require_same_plugins, restore, saved
+from backpack_optimizers.values import (
+    require_finite,
+    require_same_plugins,
+    restore,
+    saved,
+    unchanged_on_error,
+)
 from backpack_products.fingerprint import Fingerprint, agreed_on_ranks, fingerprint
 from backpack_secondorder.kronecker import KroneckerFactors
 
@@ -75,10 +81,11 @@ class FactoredOptimizer(GroupedOptimizer):
             momentum: The momentum of the steps, as in :class:`torch.optim.SGD`.
             weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
             factor_decay: The share of the past in the average of factors. It is
-                ``min(1 - 1/k, factor_decay)`` at the ``k``-th factors, so that the first ones count
-                like later ones (Martens and Grosse, 2015, section 5).
+                ``min(1 - 1/k, factor_decay)`` at the ``k``-th factors of a parameter, so that the
+                first ones count like later ones (Martens and Grosse, 2015, section 5).
             factors_every: Factors are computed every this many steps.
-            inverses_every: Factors are inverted every this many steps.
+            inverses_every: Factors are inverted every this many steps; those of a parameter that
+                had none so far at once.
             kl_clip: Bound ``κ`` on ``lr² gᵀ(F + damping · I)⁻¹g``, summed over parameters. This is
                 the squared norm of the step in the metric of the curvature, and so about twice the
                 divergence between the predictions before and after. A longer step, before momentum,
@@ -103,14 +110,9 @@ class FactoredOptimizer(GroupedOptimizer):
             UsageError: The model is not extended, or a setting is out of range.
         """
         self._joined = Joined([])
-        super().__init__(
-            model,
-            params,
-            {
-                **{"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-                **{"method": method, "adam_scale": adam_scale, "betas": betas, "eps": eps},
-            },
-        )
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method}
+        adam = {"adam_scale": adam_scale, "betas": betas, "eps": eps}
+        super().__init__(model, params, {**settings, **adam})
         if not is_extended(self.model):
             raise UsageError(
                 f"{type(self).__name__} computes curvature in the backward pass, so model and loss "
@@ -120,17 +122,16 @@ class FactoredOptimizer(GroupedOptimizer):
         require_share("factor_decay", factor_decay)
         if kl_clip is not None:
             require_positive("kl_clip", kl_clip)
-        require_count("factors_every", factors_every)
-        require_count("inverses_every", inverses_every)
-        require_count("max_size", max_size)
+        counts = {"factors_every": factors_every, "inverses_every": inverses_every}
+        for name, count in {**counts, "max_size": max_size}.items():
+            require_count(name, count)
         self.damping, self.steps = damping, 0
-        self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
+        self._most, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
-        self._reading: dict[str, Any] = {"mc_samples": mc_samples}
-        self._reading["weight_sharing"] = weight_sharing
+        self._reading: dict[str, Any] = {"mc_samples": mc_samples, "weight_sharing": weight_sharing}
         self._max_size, self._group, self._is_compared = max_size, process_group, False
         self._averages: dict[Tensor, KroneckerFactors] = {}
-        self._count = 0
+        self._counts: dict[Tensor, int] = {}  # how many factors are in each
         self._block: Callable[[], AbstractContextManager[None]] = self.curvature  # of closures
         self._extensions()  # refuses settings of the extension
 
@@ -146,7 +147,9 @@ class FactoredOptimizer(GroupedOptimizer):
     @property
     def without_factors(self) -> list[str]:
         """Names of the parameters that step by AdamW, known after the first step."""
-        return [self.name_of(p) for p in self._all() if "exp_avg" in self.state[p]]
+        adam = {*self._all("adam")}
+        stepped = (p for p in self._all() if "exp_avg" in self.state[p])
+        return [self.name_of(p) for p in stepped if p in adam or p not in self._averages]
 
     def curvature(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """A block around one ``loss.backward()``: factors are computed if the step needs them.
@@ -212,7 +215,10 @@ class FactoredOptimizer(GroupedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of an optimizer, with averages and inverses under ``"curvature"``."""
         found = saved(self._tables(), self._all(), self._fingerprint())
-        numbers = {"steps": self.steps, "count": self._count, "damping": self.damping}
+        found["counts"] = {
+            n: self._counts[p] for n, p in enumerate(self._all()) if p in self._counts
+        }
+        numbers = {"steps": self.steps, "damping": self.damping}
         return {**super().state_dict(), "curvature": {**found, **numbers}}
 
     def _fingerprint(self) -> Fingerprint:
@@ -233,8 +239,8 @@ class FactoredOptimizer(GroupedOptimizer):
         require_same_plugins(found, self._fingerprint())
         super().load_state_dict(dict(state_dict))
         restore(tables, found, self._all(), self.name_of)
-        self.steps, self._count = found["steps"], found["count"]
-        self.damping = found["damping"]
+        self._counts = {self._all()[place]: count for place, count in found["counts"].items()}
+        self.steps, self.damping = found["steps"], found["damping"]
         self._joined = Joined(self._all())
 
     @abstractmethod
@@ -246,8 +252,8 @@ class FactoredOptimizer(GroupedOptimizer):
         """Add matrices of new data to the averages."""
 
     @abstractmethod
-    def _invert(self) -> None:
-        """Decompose the averages again."""
+    def _invert(self, averages: Mapping[Tensor, KroneckerFactors]) -> None:
+        """Decompose averages, all or some."""
 
     @abstractmethod
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
@@ -261,15 +267,15 @@ class FactoredOptimizer(GroupedOptimizer):
         """What the next pass computes."""
         if self.steps % self._factors_every:
             return [Nothing()]
-        chosen = {id(p) for p in self._all("curvature")}
-        of_chosen = partial(factors_of_some, lambda p: id(p) in chosen, self._max_size)
-        return [of_chosen(field=FIELD, **self._reading)]
+        chosen = frozenset(map(id, self._all("curvature")))
+        return [factors_of_some(chosen, self._max_size, field=FIELD, **self._reading)]
 
     def _observe(self) -> None:
         """Add the passes since the last step to the averages, and invert if that is due."""
         if self._group is not None and not self._is_compared:
             agreed_on_ranks(self._fingerprint(), self._group)
             self._is_compared = True
+        self._joined.look(is_step=True)
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
             if self._group is not None:
@@ -279,24 +285,16 @@ class FactoredOptimizer(GroupedOptimizer):
                 "of this optimizer since the last step: write with optimizer.curvature(): "
                 "loss.backward(), or pass a closure to step."
             )
-        if self._group is not None and self._joined.passes:
+        if self._group is not None:
             processes.join(self._joined, self._all(), self._group)
         if is_due:
             require_finite(self._joined.values, self.name_of)
-            self._count += 1
-            self._fold(self._joined.values)
-        if self.steps % self._inverses_every == 0:
-            self._invert()
-
-    def _average(self, found: Factors) -> None:
-        """Moving averages of Kronecker factors."""
-        decay = min(1 - 1 / self._count, self._decay_of_factors)
-        for parameter, new in found.items():
-            known = self._averages.get(parameter)
-            factors = cast(KroneckerFactors, new)
-            self._averages[parameter] = (
-                factors if known is None else known.moving_average(factors, decay)
-            )
+        tables = [*self._tables().values()]
+        with unchanged_on_error([*tables, self._counts]):
+            if is_due:
+                self._fold(self._joined.values)
+            is_all = self.steps % self._inverses_every == 0
+            self._invert({p: f for p, f in self._averages.items() if is_all or p not in tables[-1]})
 
     def _directions(self) -> list[tuple[Group, dict[Tensor, Tensor]]]:
         """For each group, gradients in the metric of the curvature, scaled to the bound."""

@@ -127,22 +127,29 @@ class GaussNewton(GroupedOptimizer):
                 "GaussNewton.step takes batches, because it goes through them several times: "
                 f"optimizer.step([(x, y)]). Got {type(batches).__name__}."
             )
-        ggn = self._matrix(batches, self._all("curvature"))
+        chosen = [p for p in self._all("curvature") if p.requires_grad]
+        if not chosen:
+            raise UsageError(
+                'No trained parameter has method="curvature", so there is no matrix to step by: '
+                "unfreeze one, or take torch.optim.AdamW."
+            )
+        ggn = self._matrix(batches, chosen)
         loss = ggn.loss()
         if not bool(loss.isfinite()):
             raise UsageError(
                 f"The loss is {float(loss)}, so no step was made: look at the targets and at the "
                 "outputs of the model, or leave these batches out."
             )
-        everything = self._all()
-        gradients = self._matrix(batches, everything).gradient()
-        for parameter, gradient in zip(everything, gradients, strict=True):
-            parameter.grad = gradient
+        trained = [p for p in self._all() if p.requires_grad]
+        gradients = dict(zip(trained, self._matrix(batches, trained).gradient(), strict=True))
+        for parameter in self._all():
+            parameter.grad = gradients.get(parameter)  # frozen ones have none
         with torch.no_grad():
             self._move(ggn, self._direction(ggn), float(loss))
             for group in self.param_groups:
-                self._decay(group)
-                self._adam(group, [p for p in group["params"] if group["method"] == "adam"])
+                if group["method"] == "adam":
+                    self._decay(group)
+                    self._adam(group, [p for p in group["params"] if p.grad is not None])
         self.steps += 1
         return loss
 
@@ -187,10 +194,14 @@ class GaussNewton(GroupedOptimizer):
         return direction
 
     def _move(self, ggn: GGN, direction: list[Tensor], loss: float) -> None:
-        """Step as far as the loss falls, and adapt the damping to the model's accuracy."""
+        """Step as far as the loss falls, and adapt the damping to the model's accuracy.
+
+        Weights decay by a share of what they were, as in AdamW; not if no step is made.
+        """
         before = [p.clone() for p in ggn.parameters]
-        rates = {id(p): group["lr"] for group in self.param_groups for p in group["params"]}
-        step = [-rates[id(p)] * d for p, d in zip(ggn.parameters, direction, strict=True)]
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        own = [groups[id(p)] for p in ggn.parameters]
+        step = [-group["lr"] * d for group, d in zip(own, direction, strict=True)]
         adapts = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0
         predicted = self._predicted(ggn, step) if adapts else 0.0
 
@@ -200,12 +211,13 @@ class GaussNewton(GroupedOptimizer):
 
         for halving in range(self._halvings + 1):
             go(0.5**halving)
-            if not adapts and not self._halvings:
-                return
-            change = float(ggn.loss()) - loss
+            looks = adapts or self._halvings
+            change = float(ggn.loss()) - loss if looks else 0.0
             if adapts and not halving and self._adapt is not None:
                 self.damping = self._adapt(self.damping, change, predicted)
             if change <= 0 or not self._halvings:
+                for parameter, start, group in zip(ggn.parameters, before, own, strict=True):
+                    parameter.sub_(group["lr"] * group["weight_decay"] * start)
                 return
         go(0.0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -97,6 +97,17 @@ class GroupedOptimizer(Optimizer):
         except UsageError:
             self.param_groups.pop()
             raise
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles, which torch makes without settings and curvature.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{type(self).__name__} cannot be copied or pickled, because it belongs to one model. "
+            "Make another one for the copy of the model, and load optimizer.state_dict() there."
+        )
 
     def _check(self, group: Group) -> None:
         for place, parameter in enumerate(group["params"]):

@@ -12,6 +12,7 @@ from backpack_core.errors import UsageError
 from backpack_optimizers.factored import FIELD, FactoredOptimizer
 from backpack_optimizers.passes import Factors
 from backpack_optimizers.processes import eigenbasis_form, inverted
+from backpack_optimizers.values import fold
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.matrix import CurvatureMatrix
@@ -63,16 +64,16 @@ class KFAC(FactoredOptimizer):
         return {"factors": self._averages, "inverses": self._inverses}
 
     def _fold(self, found: Mapping[str, Factors]) -> None:
-        self._average(found.get(FIELD, {}))
+        fold(found.get(FIELD, {}), self._averages, self._counts, self._most)
 
-    def _invert(self) -> None:
+    def _invert(self, averages: Mapping[Tensor, KroneckerFactors]) -> None:
         def inverse(factors: KroneckerFactors) -> CurvatureMatrix:
             if self._split == "exact":
                 return factors.eigenbasis()
             return factors.inverse(self.damping, balanced=self._split == "pi")
 
         form = eigenbasis_form if self._split == "exact" else lambda factors: factors
-        self._inverses = inverted(self._averages, inverse, form, self._group)
+        self._inverses.update(inverted(averages, inverse, form, self._group))
 
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         inverse = self._inverses.get(parameter)

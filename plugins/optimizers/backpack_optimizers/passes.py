@@ -22,7 +22,8 @@ class Joined:
     """Gradients and matrices of all samples so far, as for one batch.
 
     If losses are means, passes are averaged with the losses' divisors as weights; sums are added.
-    So micro-batches may differ in size, and the loss need not be divided by their number.
+    So micro-batches may differ in size, and the loss need not be divided by their number. Gradients
+    that were there before the first pass are added, as by autograd.
 
     Attributes:
         parameters: The parameters whose gradients are joined.
@@ -44,27 +45,50 @@ class Joined:
         self.weight: float | None = None
         self.is_open = False
         self._ratios: list[float] = []
+        self._before: dict[Tensor, Tensor] | None = None  # gradients that a pass has put aside
         self.reset()
 
     def reset(self) -> None:
         """Forget all passes; gradients stay."""
         self.values, self.weight, self.passes, self.share = {}, None, 0, 1.0
-        self._before: dict[Tensor, Tensor] = {}
+        self._older: dict[Tensor, Tensor] = {}  # gradients before the first pass
+        self._own: dict[Tensor, tuple[Tensor, int]] = {}  # after the last pass, and versions
+        self._is_changed = False
+        if self._before is not None:
+            self._before = {}
+
+    def look(self, is_step: bool = False) -> None:
+        """Find out whether gradients were changed since the last pass.
+
+        If all are gone, passes are forgotten, as by ``zero_grad()`` of the optimizer.
+
+        Args:
+            is_step: Whether a step follows, so that gradients of zero may be those of the passes,
+                scaled or clipped in place.
+        """
+        self._is_changed = any(
+            p.grad is not grad or grad._version != version
+            for p, (grad, version) in self._own.items()
+        )
+        grads = (p.grad for p in self._own if p.grad is not None)
+        if self._is_changed and not any(is_step or bool(grad.any()) for grad in grads):
+            self.reset()
 
     def begin(self) -> None:
-        """Put the gradients of earlier passes aside."""
-        self._before = {}
-        if self.passes:
-            self._before = {p: p.grad for p in self.parameters if p.grad is not None}
-            for parameter in self._before:
-                parameter.grad = None
+        """Put the gradients so far aside."""
+        self.look()
+        self._before = {p: p.grad for p in self.parameters if p.grad is not None}
+        if not self.passes:
+            self._older = self._before
+        for parameter in self._before:
+            parameter.grad = None
 
     def restore(self) -> None:
-        """Restore the gradients of earlier passes, if a pass has failed."""
-        if self._before:
+        """Restore the gradients before a pass that has failed."""
+        if self._before is not None:
             for parameter in self.parameters:
                 parameter.grad = self._before.get(parameter)
-        self._before = {}
+        self._before = None
 
     def add(self, found: Mapping[str, Factors], weights: Weights) -> None:
         """Add a pass.
@@ -75,20 +99,21 @@ class Joined:
 
         Raises:
             UsageError: Passes cannot be joined: some losses are sums and some means, or their
-                divisors are not known.
+                divisors are not known; or something else has changed a mean's gradients.
         """
         share = self._share(weights)
-        for parameter, before in self._before.items():
-            new = parameter.grad
+        before = self._before or {}
+        for parameter in self.parameters:
+            old, new = before.get(parameter), parameter.grad
+            older = self._older.get(parameter)
             if share is not None:
-                before = before * share
+                if old is not None:
+                    old = old * share if older is None else older + share * (old - older)
                 new = None if new is None else new * (1 - share)
-            parameter.grad = before if new is None else before + new
-        if share is not None:
-            for parameter in self.parameters:
-                if parameter not in self._before and parameter.grad is not None:
-                    parameter.grad = parameter.grad * (1 - share)
-        self._before = {}
+            parameter.grad = new if old is None else old if new is None else old + new
+        self._before, self._is_changed = None, False
+        grads = [(p, p.grad) for p in self.parameters]
+        self._own = {p: (grad, grad._version) for p, grad in grads if grad is not None}
         for field, matrices in found.items():
             known = self.values.setdefault(field, {})
             self.values[field] = joined(known, matrices, share)
@@ -111,6 +136,12 @@ class Joined:
                 "Several passes before one step are joined by what their losses divide by, but "
                 "that is not known here, or has different ratios: use the same extended loss in "
                 "each, extend(nn.CrossEntropyLoss()), or one pass for each step."
+            )
+        if self.weight is not None and self._is_changed:
+            raise UsageError(
+                "Gradients were changed between two passes before one step, which are averaged: by "
+                "a backward() outside of optimizer.curvature(), or by hand. Do that after the last "
+                "pass, or call optimizer.zero_grad() first."
             )
         self.passes += 1
         if self.weight is None:
@@ -219,9 +250,10 @@ class CapturedPasses:
 
 
 def _kind(extension: Extension) -> Any:
-    """A key that differs for different extensions: the class, and the bases that it reads in."""
+    """A key that differs for different extensions: the class, and what it reads at, or in."""
     bases = getattr(extension, "basis", None) or {}
-    return type(extension), *[id(basis) for _, basis in bases.values()]
+    chosen: frozenset[int] = getattr(extension, "chosen", frozenset())
+    return type(extension), chosen, *[id(basis) for _, basis in bases.values()]
 
 
 def _taken(parameters: Sequence[Tensor], field: str) -> Factors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +15,11 @@ from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.matrix import CurvatureMatrix
 
-Chosen = Callable[[Tensor], bool]
-
 
 class _FactorsOfSome:
     """Reads Kronecker factors of chosen parameters, if no factor is larger than a bound."""
 
-    chosen: Chosen
+    chosen: frozenset[int]
     max_size: int
 
     def read(self, product: SampleProduct) -> KroneckerFactors:
@@ -31,7 +29,7 @@ class _FactorsOfSome:
             UnsupportedError: The parameter was not chosen; it is left out.
         """
         parameter = getattr(product.module, product.name, None)
-        if parameter is not None and not self.chosen(parameter):
+        if parameter is not None and id(parameter) not in self.chosen:
             raise UnsupportedError("The parameter steps by AdamW.")
         rows = product.shape[0] if product.shape else 1
         columns = product.shape.numel() // max(rows, 1)
@@ -51,12 +49,12 @@ class ExactFactors(_FactorsOfSome, KFLR):  # type: ignore[misc]
 
 
 def factors_of_some(
-    chosen: Chosen, max_size: int, mc_samples: int | None, weight_sharing: str, field: str
+    chosen: frozenset[int], max_size: int, mc_samples: int | None, weight_sharing: str, field: str
 ) -> Extension:
     """The extension that reads Kronecker factors at some parameters, and leaves the others out.
 
     Args:
-        chosen: Whether a parameter is one of them.
+        chosen: Identities of these parameters.
         max_size: The largest size of a factor that is not a diagonal.
         mc_samples: Targets drawn for each sample; ``None`` for the exact Hessian of the loss.
         weight_sharing: As for :class:`~backpack_core.extensions.KFAC`.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from backpack_core.errors import UsageError
 from backpack_optimizers.passes import Factors
 from backpack_products.fingerprint import Fingerprint, agreed
-from backpack_secondorder.kronecker import matrix_from_state
+from backpack_secondorder.kronecker import KroneckerFactors, matrix_from_state
 from backpack_secondorder.matrix import CurvatureMatrix
 
 
@@ -33,6 +34,43 @@ def require_finite(found: Mapping[str, Factors], name_of: Callable[[Tensor], str
 
 def _numbers(matrix: CurvatureMatrix) -> list[Tensor]:
     return [*matrix.tensors().values()]
+
+
+def decay_at(count: int, most: float) -> float:
+    """The share of the past in an average of so many, at most ``most``."""
+    return min(1 - 1 / count, most)
+
+
+def fold(
+    found: Factors, averages: dict[Tensor, KroneckerFactors], counts: dict[Tensor, int], most: float
+) -> None:
+    """Add Kronecker factors of new data to moving averages.
+
+    Args:
+        found: The new factors.
+        averages: The averages so far.
+        counts: How many factors are in each.
+        most: See :func:`decay_at`.
+    """
+    for parameter, new in found.items():
+        factors, known = cast(KroneckerFactors, new), averages.get(parameter)
+        count = counts[parameter] = counts.get(parameter, 0) + 1
+        averages[parameter] = (
+            factors if known is None else known.moving_average(factors, decay_at(count, most))
+        )
+
+
+@contextmanager
+def unchanged_on_error(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """A block that puts tables back if it raises, so that a step can be tried again."""
+    kept = [(table, dict(table)) for table in tables]
+    try:
+        yield
+    except BaseException:
+        for table, before in kept:
+            table.clear()
+            table.update(before)
+        raise
 
 
 def saved(

@@ -17,6 +17,9 @@ from backpack_privacy.sums import Sums
 # Relative to a step: the optimizer's copy computes the same, up to the order of sums.
 _TOLERANCE = 1e-2
 
+# What a scaler tells a fused optimizer, for one step.
+SCALED = frozenset({"grad_scale", "found_inf"})
+
 
 class Movement:
     """Compares each step with that of a copy of the optimizer on a copy of the parameters."""
@@ -45,19 +48,31 @@ class Movement:
         self._before: dict[str, Tensor] = {}
         self._expected: dict[str, Tensor] = {}
 
-    def before(self, sums: Sums) -> None:
-        """Predict a step: the gradients are known, and the parameters have not changed yet.
+    def sees(self, sums: Sums) -> None:
+        """Note which parameters the samples of a step have reached.
 
         Args:
             sums: The clipped sums, without noise.
         """
-        self._check_unchanged()
         if not self._left:
             return
         totals = sums.totals()
         self._has_samples |= any(map(len, sums.norms.values()))  # of this process
         self._noise_only -= {name for name, p in self._named.items() if totals[p].any()}
-        twin = deepcopy(self._optimizer)  # takes no hooks along
+
+    def before(self) -> None:
+        """Predict a step: the gradients are known, and the parameters have not changed yet.
+
+        Raises:
+            UsageError: Parameters have changed since the last step.
+        """
+        self._check_unchanged()
+        self._versions = {}  # a step that fails may have moved something
+        if not self._left:
+            return
+        twin = deepcopy(self._optimizer)  # takes along no hooks, and not what scalers leave
+        for name in SCALED & vars(self._optimizer).keys():
+            setattr(twin, name, getattr(self._optimizer, name))
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)
         for parameter, copy in twins.items():

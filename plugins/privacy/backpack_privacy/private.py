@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -12,7 +13,8 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
 from backpack_privacy.captured import CapturedSteps
-from backpack_privacy.movement import Movement
+from backpack_privacy.given import Given
+from backpack_privacy.movement import SCALED, Movement
 from backpack_privacy.refusals import (
     PRIVATE,
     check_finite,
@@ -26,7 +28,6 @@ from backpack_privacy.refusals import (
 )
 from backpack_privacy.release import Budget, Release, Spending
 from backpack_privacy.sampling import Draw, PrivateLoader
-from backpack_privacy.shards import placed_as
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
 from backpack_privacy.watching import Buffers, Forwards
@@ -79,7 +80,9 @@ class Private(Spending):
         self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._kind, self._is_mean, self._is_filled = Told(), Pass, False, False
+        self._told, self._kind = Told(), Pass
+        self._is_mean = self._is_filled = self._is_stepped = False
+        self._given = Given()
         self._watch = Forwards(inner)
         self._handles = [
             *self._watch.handles,
@@ -129,19 +132,24 @@ class Private(Spending):
         return self._step_with(scaler, scale)
 
     def _step_with(self, scaler: Any, scale: float) -> bool:
-        before = self.steps
         self._fill(scale, is_looked_at=True)
-        self._is_filled = True
+        self._is_filled, self._is_stepped = True, False
         try:
             scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
+        except BaseException:
+            with suppress(AssertionError):  # gradients were not divided by the scale so far
+                scaler.update()  # otherwise the next ones would not be divided, or twice
+            for name in SCALED:
+                vars(self.optimizer).pop(name, None)
+            self._given.take_back()
+            raise
         finally:
             self._is_filled = False  # otherwise the step after a failed one would be a plain one
         scaler.update()
-        if self.steps > before:
-            return True
-        self._finish()
+        is_stepped = self._is_stepped  # by the scaler, not by what follows
+        self._given.take_back()
         self._step_without_samples(self._waiting.take_empty())
-        return False
+        return is_stepped
 
     @property
     def is_complete(self) -> bool:
@@ -176,10 +184,11 @@ class Private(Spending):
         Raises:
             UsageError: No batch waits, a parameter has a plain gradient, or the budget is spent.
         """
+        (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass and cannot be nested.")
-        (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         check_open(self.optimizer)
+        self._given.take_back()
         check_pass(self._inner, self._named)
         self._budget.check(self.steps)
         begun = kind(self._sums, self.clipping, self._waiting.take())
@@ -225,6 +234,7 @@ class Private(Spending):
         if self._pass is not None:  # the pass was opened but did not reach its end
             self._pass.end(RuntimeError, None, None)
             self._pass = None
+        self._given.take_back()
         self._buffers.begin()
         self._waiting.forget()
         self._release.begins()
@@ -236,6 +246,7 @@ class Private(Spending):
         Raises:
             UsageError: The batch before was not used.
         """
+        self._given.take_back()
         if self._waiting.add(draw, self._sums):
             self._step_without_samples()
 
@@ -243,6 +254,7 @@ class Private(Spending):
         """Take steps of noise, as for every batch, without samples in this process."""
         for _ in range(count):
             self._budget.check(self.steps)
+            self._given.take_back()
             check_pass(self._inner, self._named)  # as in processes that have samples
             self._sums.is_complete = True
             self.optimizer.step()
@@ -260,8 +272,11 @@ class Private(Spending):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Replace plain gradients by private ones."""
         check_no_closure([*args, *kwargs.values()])
+        if self._given.enter_again():
+            return
         check_stepped(optimizer, self._named)
         if not self._is_filled:
+            self._given.take_back()
             check_no_gradient(self._named)
             if not self._sums.is_complete:
                 raise UsageError(
@@ -269,11 +284,13 @@ class Private(Spending):
                     "backward in `with private:`, or call private.step(loss), and step if "
                     "private.is_complete."
                 )
-            self._fill()
-        self._movement.before(self._sums)
+            scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it
+            self._fill(1.0 if scale is None else float(scale))
+        self._movement.before()
+        self._given.enter()
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
-        """Set ``.grad`` to the private gradient.
+        """Set ``.grad`` to the private gradient, and count the step, whatever becomes of it.
 
         Args:
             scale: What it is multiplied by.
@@ -282,27 +299,25 @@ class Private(Spending):
         gradients = self._release.gradients(self._sums)
         if not is_looked_at:
             check_finite(gradients)
-        for parameter, gradient in zip(self._named.values(), gradients, strict=True):
-            parameter.grad = placed_as(gradient.mul_(scale), parameter)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Count the step, and check whether parameters moved as they should."""
-        self._finish()
-        self._movement.after()
-        self._step_without_samples(self._waiting.take_empty())
-
-    def _finish(self) -> None:
-        for parameter in self._named.values():
-            parameter.grad = None
+        self._given.give(self._named, gradients, scale)
+        self._movement.sees(self._sums)
         self._release.finish(self._sums)
         self._sums.forget()
 
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Check whether parameters moved as they should."""
+        if not self._given.leave():
+            return
+        overflow = getattr(optimizer, "found_inf", None)  # fused optimizers look by themselves
+        self._is_stepped = overflow is None or not bool(overflow)
+        self._given.take_back()
+        self._movement.after()
+        if not self._is_filled:  # otherwise when the scaler is through
+            self._step_without_samples(self._waiting.take_empty())
+
     @property
     def ahead(self) -> int:
-        """How many batches may wait for their backward pass.
-
-        Set it to 1 for loops that ask for a batch before they work on the last one.
-        """
+        """How many batches may wait; 1 for loops that ask for one before they use the last one."""
         return self._waiting.ahead
 
     @ahead.setter
@@ -313,6 +328,7 @@ class Private(Spending):
         """Remove the hooks: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
             handle.remove()
+        self._given.take_back()
         PRIVATE.discard(self.optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -90,10 +90,14 @@ class Poisson(Sampler):
 class Shuffled(Sampler):
     """Each unit is in one batch of every epoch, in random order.
 
-    The accounting treats the order as known, so an epoch costs one Gaussian mechanism: this holds
-    for any order. Shuffling adds less privacy than Poisson sampling (Chua et al., 2024,
-    arXiv:2403.17673), so the same noise costs more here.
+    The accounting treats the order as known, so an epoch costs one Gaussian mechanism. Shuffling
+    adds less privacy than Poisson sampling (Chua et al., 2024, arXiv:2403.17673).
     """
+
+    def __init__(self, units: int, expected: float, rank: int = 0, world: int = 1) -> None:
+        """See the base class; the size of batches follows from their number."""
+        super().__init__(units, expected, rank, world)
+        self.expected = units / self.steps
 
     def epoch(self, source: Source) -> Iterator[list[int]]:
         """See the base class."""
@@ -270,13 +274,9 @@ class PrivateLoader:
     def _loading(self, ahead: deque[Draw]) -> DataLoader[Any]:
         """A loader of the draws, with the settings of the user's loader."""
         old = self._loader
-        kept: dict[str, Any] = {
-            name: getattr(old, name)
-            for name in (
-                *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-                *("multiprocessing_context", "prefetch_factor"),
-            )
-        }
+        names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+        names += ["multiprocessing_context", "prefetch_factor"]
+        kept: dict[str, Any] = {name: getattr(old, name) for name in names}
         return DataLoader(old.dataset, batch_sampler=_Rows(self._drawn(ahead)), **kept)
 
     def _drawn(self, ahead: deque[Draw]) -> Iterator[list[int]]:

@@ -105,8 +105,10 @@ class Sums:
             # The first part is stored directly: a zero to add it to would be written and read.
             wide = found.to(torch.promote_types(found.dtype, torch.float32))
             self._totals[parameter] = wide if known is None else known.add_(wide)
-        for name, norms in seen.items():
-            self.norms[name] = torch.cat([self.norms[name].to(norms), norms])
+        some = next(iter(seen.values()))
+        for name, known in self.norms.items():  # no sample of the pass reaches the other groups
+            norms = seen.get(name, torch.zeros_like(some))
+            self.norms[name] = torch.cat([known.to(norms), norms])
         self.is_complete, self.is_partial = draw.is_last, not draw.is_last
 
     def parameters(self) -> Iterator[Tensor]:
