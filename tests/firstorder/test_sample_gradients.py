@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product as pairs_of
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -602,3 +603,24 @@ def test_indices_that_are_none() -> None:
             gradients[index]
     assert gradients[[True, False, True, False]].shape == (2, 3)
     close(gradients.weighted_sum([1.0, 2.0, 0.0, 1.0]), torch.full((3,), 4.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["formed", "factors"])
+def test_indices_of_every_kind(form: str) -> None:
+    dense = torch.randn(4, 3, 2)
+    gradients = SampleGradients.from_dense(dense)
+    if form == "factors":
+        out, inp = torch.randn(4, 2, 3), torch.randn(4, 2, 2)
+        gradients, dense = SampleGradients.from_factors(out, inp), out.mT @ inp
+    places: list[Any] = [slice(None, None, -1), slice(3, 0, -2), range(3, 1, -1), (2, 0)]
+    for index in (*places, np.array([3, 1]), np.array([True, False, True, True])):
+        wanted = dense.numpy()[[*index] if isinstance(index, (range, tuple)) else index]
+        close(gradients[index].dense(), torch.as_tensor(wanted.copy()))
+    close(gradients[np.int64(2)].dense(), dense[2:3])
+
+
+def test_no_sample_has_no_weight() -> None:
+    gradients = SampleGradients.from_dense(torch.ones(0, 3))
+    close(gradients.weighted_sum(torch.ones(0)), torch.zeros(3))
+    close(gradients.weighted_sum(torch.ones(2, 0)), torch.zeros(2, 3))
+    close(gradients.weighted_sum(torch.ones(0, 0)), torch.zeros(0, 3))

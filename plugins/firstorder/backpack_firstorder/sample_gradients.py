@@ -229,8 +229,8 @@ class SampleGradients:
         if weights.dim() not in (1, 2) or weights.shape[-1] != len(self):
             what = f"[N] or [K, N] with N = {len(self)}"
             raise ShapeError(f"weighted_sum takes weights {what}. Got {[*weights.shape]}.")
-        some = weights.detach().to(self.device, self.dtype)
-        sums = weighted_sum(self.product(), some.reshape(-1, 1, len(self)))
+        some = weights.detach().to(self.device, self.dtype).unsqueeze(-2)
+        sums = weighted_sum(self.product(), some if some.dim() == 3 else some.unsqueeze(0))
         return sums if weights.dim() == 2 else sums.squeeze(0).clone()
 
     @torch.no_grad()

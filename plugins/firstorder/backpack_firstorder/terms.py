@@ -109,8 +109,10 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
         IndexError: No sample has this number.
     """
     if isinstance(index, slice):
-        return index
-    if isinstance(index, Sequence):
+        if index.step is None or index.step > 0:
+            return index
+        index = range(samples)[index]  # tensors cannot be read backwards
+    if not isinstance(index, Tensor) and hasattr(index, "__len__"):  # arrays of NumPy, too
         chosen = torch.as_tensor([*index], device=device)
         index = chosen if len(index) else chosen.long()
     if isinstance(index, Tensor):
