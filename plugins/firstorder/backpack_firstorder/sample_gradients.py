@@ -21,11 +21,11 @@ from backpack_firstorder.terms import (
     FORMS,
     Index,
     chosen_by,
-    form_of,
     fresh,
     kept,
     mapped,
     matrix_shape,
+    numbered,
     side_by_side,
     state_of,
     tensors_of,
@@ -124,8 +124,8 @@ class SampleGradients:
         parts = [part.to(dtype=dtype, device=parts[0].device) for part in parts]
         forms: dict[Any, list[SampleProduct | None]] = {}
         for place, part in enumerate(parts):
-            for term in part._terms:
-                forms.setdefault(form_of(term), [None] * len(parts))[place] = term
+            for key, term in numbered(part._terms):
+                forms.setdefault(key, [None] * len(parts))[place] = term
         counts = [len(part) for part in parts]
         return cls(side_by_side(terms, counts) for terms in forms.values())
 
