@@ -59,15 +59,16 @@ def fill(
         The store.
 
     Raises:
-        UsageError: The stored rows were computed by other plugins or at other weights, were
-            projected differently, or are of the other kind; or processes have different plugins.
+        UsageError: The stored rows were computed by other plugins, at other weights or with another
+            loss module, were projected differently, or are of the other kind; or processes have
+            different plugins.
         ShapeError: The stored rows have other parts than the model's trained parameters.
     """
     problem = Problem(model, lossfunc, batch, per)
     plugins = problem.plugins()
     if process_group is not None:
         agreed_on_ranks(plugins, process_group)
-    store.computed_by(plugins, per, projection, problem.weights())
+    store.computed_by(plugins, per, projection, problem.weights(), problem.said_of_loss())
     parts = _parts(problem, projection)
     _require_fit(store, parts)
     run = Run(problem, problem, loader, (), progress, process_group)

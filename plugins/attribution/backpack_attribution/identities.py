@@ -181,6 +181,17 @@ def place_of(name: Identity) -> tuple[bool, Any, int]:
     return not is_place, int(text) if is_place else text, int(number)
 
 
+def plain(identity: Any) -> Any:
+    """An identity as Python has it: a number of NumPy or of torch becomes an ``int``."""
+    return identity.item() if hasattr(identity, "item") else identity
+
+
+def listed(identities: Any) -> list[Identity]:
+    """One identity, or several, as a list."""
+    is_one = isinstance(identities, str) or not hasattr(identities, "__len__")
+    return [*map(plain, [identities] if is_one else identities)]
+
+
 def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
     """Identities as strings and integers, one for each sample.
 
@@ -192,7 +203,7 @@ def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
         raise UsageError(
             f"Identities must be a list, one for each sample. Got the text {identities!r:.40}."
         )
-    found = [value.item() if hasattr(value, "item") else value for value in identities]
+    found = [*map(plain, identities)]
     strange = [value for value in found if type(value) not in (str, int)]
     if strange:
         raise UsageError(

@@ -184,7 +184,8 @@ class TracIn(Method):
             method: What is added up; default: :class:`GradDot`.
 
         Raises:
-            UsageError: ``checkpoints`` is empty, or the number of learning rates differs.
+            UsageError: ``checkpoints`` is empty, two of them are the same tensors, or the number of
+                learning rates differs.
         """
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
@@ -193,6 +194,13 @@ class TracIn(Method):
             raise UsageError(
                 f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
                 f"{len(checkpoints)} states."
+            )
+        known = [_memory(state) for state in checkpoints if isinstance(state, Mapping)]
+        if len({*known}) < len(known):
+            raise UsageError(
+                "Two checkpoints are the same tensors, so they have the same values: state_dict() "
+                "returns those of the model, which training changes. Keep "
+                "copy.deepcopy(model.state_dict())."
             )
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()
@@ -263,6 +271,11 @@ def _rows_of(counts: Sequence[int]) -> int:
             "than others, as behind a pooling. Freeze these, or score whole samples."
         )
     return counts[0]
+
+
+def _memory(state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What differs between states whose tensors lie in different memory."""
+    return tuple([(tensor.data_ptr(), tensor.shape) for tensor in state.values()])
 
 
 @contextmanager
