@@ -113,9 +113,9 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
         if index.step is None or index.step > 0:
             return index
         index = range(samples)[index]  # tensors cannot be read backwards
-    if not isinstance(index, Tensor) and hasattr(index, "__len__"):  # arrays of NumPy, too
+    if isinstance(index, Iterable) and not isinstance(index, Tensor):  # arrays of NumPy, too
         chosen = torch.as_tensor([*index], device=device)
-        index = chosen if len(index) else chosen.long()
+        index = chosen if len(chosen) else chosen.long()
     if isinstance(index, Tensor):
         if index.dim() > 1 or (index.dtype == torch.bool and index.shape != (samples,)):
             raise IndexError(
