@@ -10,6 +10,7 @@ import functools
 import sysconfig
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -218,10 +219,18 @@ _NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType
 # Values --------------------------------------------------------------------------------------
 
 
-def is_record(value: Any) -> bool:
-    """Whether an object consists of its attributes, as settings do."""
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that consists of them, as settings do; ``None`` for others."""
     is_ours = type(value).__module__.startswith("backpack_capture")  # a step counts its replays
-    return hasattr(value, "__dict__") and not (is_ours or isinstance(value, _NO_RECORDS))
+    if is_ours or isinstance(value, _NO_RECORDS):
+        return None
+    if hasattr(value, "__dict__"):
+        table: dict[str, Any] = vars(value)
+        return table
+    if not is_dataclass(value):
+        return None
+    names = [field.name for field in fields(value)]  # it has slots
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
@@ -230,6 +239,6 @@ def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
     elif deepest:
         inner = [*value] if isinstance(value, (list, tuple)) else []
         inner += [*value.values()] if isinstance(value, dict) else []
-        inner += [*vars(value).values()] if is_record(value) else []
+        inner += (attributes_of(value) or {}).values()
         for item in inner:
             yield from _tensors_in(item, deepest - 1)
