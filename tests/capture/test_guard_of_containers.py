@@ -68,6 +68,18 @@ def test_numbers_that_objects_hold(name: str) -> None:
     assert step.holds(x, y)
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_negative_zero(is_listed: bool) -> None:
+    read = lambda held: 1.0 if str(held) in ("0.0", "[0.0]") else 2.0  # noqa: E731
+    model, lossfunc = extend(Scaled([0.0] if is_listed else 0.0, read)), extend(nn.MSELoss())
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.rand(5, 3)
+    for _ in range(7):
+        step(x, y)
+    model.held = [-0.0] if is_listed else -0.0
+    assert torch.allclose(step(x, y), lossfunc(model(x), y).detach())
+
+
 def test_a_long_array_is_not_made_a_constant() -> None:
     """It is not compared each time, so the engine runs steps that make a tensor of it."""
     held = np.ones(2**14)

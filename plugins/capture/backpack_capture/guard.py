@@ -178,7 +178,9 @@ class Guard:
 
 
 def _same(value: Any, known: Any) -> bool:
-    return type(value) is type(known) and bool(value == known)
+    if type(value) is not type(known) or not value == known:
+        return False
+    return bool(value) or repr(value) == repr(known)  # zero may be negative
 
 
 def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> Any:
@@ -190,7 +192,7 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
         names: The attributes of objects that count; ``None`` for all.
     """
     if is_plain(value):
-        return type(value), value
+        return type(value), value or repr(value)
     if isinstance(value, (set, frozenset)):
         return type(value), {*value}
     if is_short_array(value):
