@@ -1,6 +1,6 @@
 """Training loops that are drawn: captured steps are those of the engine, whatever changes.
 
-``make test ARGS="--nets=50000 tests/capture/test_random_loops.py"`` draws 1,000.
+``make test ARGS="--nets=50000 tests/capture/test_random_loops.py"`` draws 660.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.capture.random_loops import CHANGES, GLOBAL, World
 
-SHARE, LEAST, STEPS = 50, 6, 40
+SHARE, LEAST, STEPS = 75, 4, 40
 
 
 def fault_of(seed: int) -> tuple[str, int]:
