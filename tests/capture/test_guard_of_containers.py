@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,65 @@ def test_numbers_that_objects_hold(name: str) -> None:
     assert torch.allclose(step(x, y), lossfunc(model(x), y).detach())
     write(held, 0.5 if name == "queue" else 1.0)
     assert step.holds(x, y)
+
+
+POWER = {"of": 1.0}
+
+
+def _powered(x: Tensor) -> Tensor:
+    return x.abs() ** POWER["of"]
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.function_of_owner = _powered
+
+
+# What holds a function, and how it is found there.
+FUNCTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "itself": (_powered, lambda held: held),
+    "list": ([_powered], lambda held: held[0]),
+    "dictionary": ({"a": {"b": _powered}}, lambda held: held["a"]["b"]),
+    "object": (Owner(), lambda held: held.function_of_owner),
+    "part": (partial(_powered), lambda held: held),
+}
+
+
+class Mapped(nn.Module):
+    def __init__(self, held: Any, find: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.held, self.find = nn.Linear(4, 3), held, find
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.find(self.held)(self.layer(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("place", ["module", "step"])
+def test_variables_of_functions_that_objects_hold(name: str, place: str) -> None:
+    """A function that is not named itself reads a variable that changes."""
+    held, find = FUNCTIONS[name]
+    is_outside, inner = place == "step", [_powered]
+    inner[0], outside = (lambda x: x), held
+    made = Mapped(inner, lambda held: held[0]) if is_outside else Mapped(held, find)
+    model, lossfunc = extend(made), extend(nn.MSELoss())
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        output = model(x)
+        loss: Tensor = lossfunc(find(outside)(output) if is_outside else output, y)
+        return loss
+
+    step = capture(function, model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.rand(5, 3)
+    for _ in range(7):
+        step(x, y)
+    assert step.holds(x, y)
+    POWER["of"] = 2.0
+    try:
+        assert not step.holds(x, y)
+        assert torch.allclose(step(x, y), function(x, y).detach())
+    finally:
+        POWER["of"] = 1.0
 
 
 @pytest.mark.parametrize("is_listed", [False, True])

@@ -178,7 +178,7 @@ class Guard:
 
 
 def _same(value: Any, known: Any) -> bool:
-    if type(value) is not type(known) or not value == known:
+    if type(value) is not type(known) or value != known:
         return False
     return bool(value) or repr(value) == repr(known)  # zero may be negative
 
