@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_attribution import GradientStore, TracIn, fill, influence, project
+from backpack_attribution import TRAK, GradientStore, TracIn, fill, influence, project
 from backpack_attribution.forms import dense
 from backpack_core.errors import UsageError
 from backpack_firstorder import Projection
@@ -97,6 +97,8 @@ def test_checkpoints_that_are_the_model_itself() -> None:
             next(model.parameters()).add_(1.0)
     with pytest.raises(UsageError, match="Two checkpoints are the same tensors"):
         TracIn(kept)
+    with pytest.raises(UsageError, match="Two checkpoints are the same tensors"):
+        TRAK(4, kept)
     method = TracIn([copy.deepcopy(kept[0]), kept[1]])
     assert influence(model, nn.CrossEntropyLoss(), train, train, method).values.shape == (6, 6)
 

@@ -18,6 +18,7 @@ from backpack_attribution.problem import FIELD, Problem
 from backpack_attribution.run import Run
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import GradInner
+from backpack_data.shards import local
 from backpack_firstorder import SampleGradients
 
 Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
@@ -195,13 +196,7 @@ class TracIn(Method):
                 f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
                 f"{len(checkpoints)} states."
             )
-        known = [_memory(state) for state in checkpoints if isinstance(state, Mapping)]
-        if len({*known}) < len(known):
-            raise UsageError(
-                "Two checkpoints are the same tensors, so they have the same values: state_dict() "
-                "returns those of the model, which training changes. Keep "
-                "copy.deepcopy(model.state_dict())."
-            )
+        see_checkpoints(checkpoints)
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()
         self.has_tokens = self._method.has_tokens
@@ -273,9 +268,22 @@ def _rows_of(counts: Sequence[int]) -> int:
     return counts[0]
 
 
-def _memory(state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """What differs between states whose tensors lie in different memory."""
-    return tuple([(tensor.data_ptr(), tensor.shape) for tensor in state.values()])
+def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise an error if two states of a model are the same tensors.
+
+    Raises:
+        UsageError: They are.
+    """
+    states = [state.values() for state in checkpoints if isinstance(state, Mapping)]
+    places = {
+        tuple([(local(tensor).data_ptr(), tensor.shape) for tensor in state]) for state in states
+    }
+    if len(places) < len(states):
+        raise UsageError(
+            "Two checkpoints are the same tensors, so they have the same values: state_dict() "
+            "returns those of the model, which training changes. Keep "
+            "copy.deepcopy(model.state_dict())."
+        )
 
 
 @contextmanager
