@@ -469,3 +469,16 @@ def test_all_samples_count_where_a_layer_receives_some(sizes: tuple[int, ...]):
         assert_same(found[name, "variance"], each.var(0, correction=0))
     h = torch.tanh(model.first(x.flatten(1)))[x[:, 0, 0, 0] > 0].detach()
     assert_same(found["some.weight", "kflr"][1], h.T @ h / 20)
+
+
+def test_values_of_several_samples_are_not_added() -> None:
+    """They would broadcast, if there is only one."""
+    x, y = data()
+    more, one = (run_of(x[:n], y[:n]) for n in (3, 1))
+    with pytest.raises(ShapeError, match="are not added"):
+        more + one
+    assert_same((more + more)["4.bias", "grad_batch"], 2 * more["4.bias", "grad_batch"])
+
+
+def run_of(x: Tensor, y: Tensor) -> Quantities:
+    return accumulate(net(), loss(ignored=-100), [(x, y)], BatchGrad(), progress=False)
