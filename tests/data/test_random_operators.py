@@ -39,7 +39,8 @@ def _whole(truth: Truth, kind: str) -> Tensor:
         loss, own = truth.loss, lambda output: truth.loss(output, "sum")
         each = oracle.individual_gradients(truth.body, own, [truth.x], truth.parameters)
         flat = torch.cat([rows.flatten(1) for rows in each], 1)
-        scale = float(loss(output) / own(output)) if own(output) else 0.0
+        whole, total = float(loss(output).detach()), float(own(output).detach())
+        scale = whole / total if total else 0.0
         return scale * flat.T @ flat
     blocks = oracle.jacobians([*output], truth.parameters)
     jacobian = torch.cat(blocks, 2)
