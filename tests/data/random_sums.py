@@ -17,87 +17,16 @@ import backpack_core.extensions as known
 from backpack_core import Extension, backpack, extend
 from backpack_data import Quantities, accumulate, combined
 from backpack_data.batches import output_of, split
+from tests.data.drawn_models import PARTS, WITHOUT_FACTORS, Named, TwoLosses
 
 ROWS: Final = ("BatchGrad", "BatchL2Grad", "BatchDiagGGNExact", "BatchDiagHessian")
 SUMS: Final = ("SumGradSquared", "Variance", "DiagGGNExact", "DiagHessian", "ClippedSumGrad")
 ROOTS: Final = ("SqrtGGNExact",)
-FACTORS: Final = ("KFLR",)
+FACTORS: Final = ("KFLR", "EKFAC")
 PRODUCTS: Final = ("GradInner", "ProjectedGrad")
 ALL: Final = (*ROWS, *SUMS, *ROOTS, *FACTORS, *PRODUCTS)
 CLASSES: Final = 3
 THRESHOLD: Final = 0.2
-
-
-# Models ------------------------------------------------------------------------------------------
-
-
-class Named(nn.Module):
-    """Takes what a batch holds: one tensor, several, or keywords; returns what is asked for."""
-
-    def __init__(self, body: nn.Module, is_wrapped: bool) -> None:
-        super().__init__()
-        self.body, self.is_wrapped = body, is_wrapped
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Any:
-        out = self.body(x if shift is None else x + shift)
-        return Output(out) if self.is_wrapped else out
-
-
-class Output:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class Tied(nn.Module):
-    """One weight in two layers, and in a function."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.b(self.a(x).tanh())
-        return result
-
-
-class Multiplied(nn.Module):
-    """A parameter that an operation uses."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(size, size) / size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.w).sigmoid()
-
-
-class TwoLosses(nn.Module):
-    """A loss of two losses."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        total: Tensor = self.first(output, target) + 0.5 * self.second(output, target)
-        return total
-
-
-PARTS: dict[str, Callable[[int], nn.Module]] = {
-    "dense": lambda d: nn.Sequential(nn.Linear(d, d), nn.Tanh()),
-    "no bias": lambda d: nn.Sequential(nn.Linear(d, d, bias=False), nn.Sigmoid()),
-    "tied": Tied,
-    "function": Multiplied,
-    "norm": nn.LayerNorm,
-    "batch norm": lambda d: nn.BatchNorm1d(d).eval(),
-    "dropout": lambda d: nn.Sequential(nn.Linear(d, d), nn.Dropout(0.5).eval()),
-    "convolution": lambda d: nn.Sequential(
-        nn.Unflatten(1, (1, d)), nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(),
-        nn.Linear(2 * d, d),
-    ),
-}  # fmt: skip
-WITHOUT_FACTORS: Final = {"tied", "function", "norm", "batch norm", "convolution"}
 
 
 # Data --------------------------------------------------------------------------------------------
@@ -220,6 +149,7 @@ class Sum:
             "ClippedSumGrad": [THRESHOLD],
             "GradInner": [self.queries],
             "ProjectedGrad": [4],
+            "EKFAC": [None],
         }
         return [getattr(known, name)(*arguments.get(name, [])) for name in self.names]
 

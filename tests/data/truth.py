@@ -39,11 +39,11 @@ class Truth:
         """By name of the parameter and of the extension."""
         found, asked = dict[tuple[str, str], Any](), {*self.given.names}
         self._add_gradients(found)
-        if {"DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"} & asked:
+        if {"DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "EKFAC"} & asked:
             self._add_curvature(found)
         if {"DiagHessian", "BatchDiagHessian"} & asked:
             self._add_hessians(found)
-        if "KFLR" in asked:
+        if {"KFLR", "EKFAC"} & asked:
             self._add_factors(found)
         return found
 
@@ -113,7 +113,13 @@ def difference(given: Sum, found: Mapping[tuple[str, str], Any]) -> str:
     for name in given.names:
         for path in trained:
             if (path, name) not in found:
-                return f"{path}: {name} is missing"
+                if truth[path, "BatchGrad"].any():
+                    return f"{path}: {name} is missing"
+                continue  # no sample reaches it
+            if name == "EKFAC":
+                if not _is_corrected(found[path, name], truth, path, given.is_single):
+                    return f"{path}: {name} is wrong"
+                continue
             ours, right = found[path, name], truth[path, name]
             if name == "SqrtGGNExact":
                 flat = ours.double().flatten(2).flatten(0, 1)
@@ -124,6 +130,19 @@ def difference(given: Sum, found: Mapping[tuple[str, str], Any]) -> str:
     if extra := {path for path, _ in found} - {*trained}:
         return f"{extra} are not trained"
     return ""
+
+
+def _is_corrected(ours: Any, truth: Mapping[Any, Any], path: str, is_single: bool) -> bool:
+    """Whether eigenvectors are those of the factors, and eigenvalues those of the whole block."""
+    factors, block = truth[path, "KFLR"], truth[path, "SqrtGGNExact"]
+    whole = factors[0] if len(factors) == 1 else torch.kron(*factors)
+    sizes = [factor.shape[0] for factor in factors]
+    unit = torch.eye(len(whole), dtype=ours.values.dtype).reshape(-1, *sizes)
+    rows = ours.rotate(unit).double()  # [P, P]
+    turned = rows.T @ whole @ rows
+    values = torch.einsum("ik,ij,jk->k", rows, block, rows)
+    is_basis = _close(turned - turned.diagonal().diag(), torch.zeros_like(turned), is_single)
+    return is_basis and _close(ours.values.flatten(), values, is_single)
 
 
 def _close(ours: Tensor, right: Tensor, is_single: bool) -> bool:
