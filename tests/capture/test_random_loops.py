@@ -13,9 +13,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.capture import random_hosts
+from tests.capture.random_hosts import HostWorld
 from tests.capture.random_loops import CHANGES, GLOBAL, World
 
 SHARE, LEAST, STEPS = 75, 4, 40
+
+
+def fault_of_host(seed: int) -> str:
+    """What differs in a loop in the blocks of another object."""
+    worlds = []
+    for is_captured in (False, True):
+        torch.manual_seed(seed)
+        worlds.append(HostWorld(Random(seed), is_captured))
+    draw, told = Random(seed), [seed, *worlds[0].told]
+    for number in range(STEPS):
+        name = draw.choice([*random_hosts.CHANGES]) if number and draw.random() < 0.2 else ""
+        told += [name, number] if name else [number]
+        for world in worlds if name else ():
+            torch.manual_seed(number)
+            random_hosts.CHANGES[name](world, Random(number))
+        if fault := _difference(*(world.go_on(seed + number) for world in worlds)):
+            return f"{told}: {fault}"
+    return ""
 
 
 def fault_of(seed: int) -> tuple[str, int]:
@@ -59,6 +79,16 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
+
+
+def test_random_loops_of_hosts(request: pytest.FixtureRequest) -> None:
+    first = request.config.getoption("--seed")
+    count = max(LEAST, request.config.getoption("--nets") // SHARE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(first, first + count):
+            fault = fault_of_host(seed)
+            assert not fault, fault
 
 
 def test_random_loops(request: pytest.FixtureRequest) -> None:
