@@ -175,3 +175,21 @@ def test_wrong_arguments():
         unscale(model, BatchGrad(), None)
     with pytest.raises(UsageError, match=r"has grad_batch: call unscale\(\.\.\.\) after"):
         unscale(model, BatchGrad(), 2.0)
+
+
+@pytest.mark.parametrize("is_frozen_first", [False, True])
+def test_parameters_that_are_frozen_between_batches(is_frozen_first: bool) -> None:
+    """Their sums would lack a batch, and be divided by the samples of all."""
+    model, lossfunc = extend(net()), extend(loss())
+    total, bias = combined(model, DiagGGNExact()), model.get_parameter("4.bias")
+    first, last = batches(*data(), 4, 3)
+    for number, (x, y) in enumerate((first, last, first, last)):
+        bias.requires_grad_(is_frozen_first == bool(number))
+        value = lossfunc(model(x), y)
+        if number == 1:
+            with pytest.raises(UnsupportedError, match="was frozen in some batches"), total:
+                value.backward()
+            total.reset()
+            continue
+        with total:
+            value.backward()
