@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from backpack_capture import capture
 from backpack_core import extend
 from backpack_core.extensions import BatchGrad
+
+VARIABLE = ContextVar[float]("VARIABLE")
+VARIABLE.set(1.0)
 
 
 @dataclass(slots=True)
@@ -41,6 +45,7 @@ HOLDERS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, float], None]
     "entry": (np.ones(3), lambda held: float(held[1]), lambda held, value: held.fill(value)),
     "queue": (deque([1.0]), lambda held: held[0], _exchange),
     "slots": (Slotted(1.0), lambda held: held.k, _set),
+    "variable": (VARIABLE, lambda held: held.get(), lambda held, value: held.set(value)),
 }
 
 

@@ -11,6 +11,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from torch import Tensor
@@ -217,6 +218,8 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
         return type(value), items, attributes
     if isinstance(value, types.MethodType):
         return _Same(value.__func__), inner(value.__self__)
+    if isinstance(value, ContextVar):
+        return _Same(value), inner(value.get() if value in copy_context() else None)
     if isinstance(value, functools.partial):
         return [*map(inner, (value.func, value.args, value.keywords))]
     return _Same(value) if table is None else (_Same(value), attributes)
