@@ -91,6 +91,8 @@ class States:
                     for key, (tensor,) in state.tensors.items():
                         state.tensors[key] = [in_dtype_of(parameter, tensor)]
                     new[place] = state
+        for place in new.keys() & self.table.keys():
+            self.table[place].require_fit(new[place])
         for place, state in new.items():
             if place in self.table:
                 self.table[place].add(state)
