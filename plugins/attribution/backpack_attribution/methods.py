@@ -18,7 +18,6 @@ from backpack_attribution.problem import FIELD, Problem
 from backpack_attribution.run import Run
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import GradInner
-from backpack_data.shards import local
 from backpack_firstorder import SampleGradients
 
 Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
@@ -268,6 +267,12 @@ def _rows_of(counts: Sequence[int]) -> int:
     return counts[0]
 
 
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    own: Any = tensor
+    own = own.to_local() if hasattr(own, "to_local") else own  # a shard
+    return own.data_ptr(), tensor.shape
+
+
 def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise an error if two states of a model are the same tensors.
 
@@ -275,9 +280,7 @@ def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
         UsageError: They are.
     """
     states = [state.values() for state in checkpoints if isinstance(state, Mapping)]
-    places = {
-        tuple([(local(tensor).data_ptr(), tensor.shape) for tensor in state]) for state in states
-    }
+    places = {tuple(map(_place_of, state)) for state in states}
     if len(places) < len(states):
         raise UsageError(
             "Two checkpoints are the same tensors, so they have the same values: state_dict() "
