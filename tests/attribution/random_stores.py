@@ -249,8 +249,7 @@ class History:
 
     def merge(self) -> str:
         """Two stores of halves of the data, as one."""
-        half = self.samples // 2
-        for number, part in enumerate((slice(half), slice(half, None))):
+        for number, part in enumerate(slice(n, None, 2) for n in (0, 1)):
             names = [*range(self.samples)][part]
             if names:
                 self.fill(
