@@ -79,5 +79,7 @@ def checksum(tensor: Tensor, digest: int) -> int:
     digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest)
     if tensor.layout is not torch.strided:
         return digest
-    data = local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = local(tensor.detach()).cpu().reshape(-1)
+    # A copy: one entry may have any stride otherwise.
+    data = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return zlib.crc32(data.numpy().tobytes(), digest)

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from backpack_attribution import TRAK, GradientStore, TracIn, fill, influence, project
 from backpack_attribution.forms import dense
+from backpack_attribution.identities import content_hashes
 from backpack_core.errors import UsageError
+from backpack_core.extensions import DiagGGNExact
+from backpack_data import accumulate
 from backpack_firstorder import Projection
 from tests.attribution.problems import loader, mlp, vectors
 
@@ -122,3 +125,13 @@ def test_searches_that_cannot_be_made(tmp_path) -> None:
     queries["0.bias"][0, 0] = torch.nan
     with pytest.raises(UsageError, match="not finite"):
         store.search(queries)
+
+
+def test_data_of_one_sample_with_a_stride(tmp_path) -> None:
+    """Every second of two samples: memory of one entry is contiguous with any stride."""
+    x, y = (part[::2] for part in vectors(2))
+    assert y.stride() == (2,)
+    found = influence(mlp(), nn.CrossEntropyLoss(), [(x, y)], [(x, y)], "dot", identities="content")
+    assert found.train[0] == content_hashes((x.clone(), torch.tensor([int(y)])), 1)[0]
+    state = tmp_path / "state"
+    accumulate(mlp(), nn.CrossEntropyLoss(), [(x, y)], DiagGGNExact(), state_file=state)

@@ -53,7 +53,8 @@ def _name_of(pieces: Iterable[bytes]) -> str:
 def _pieces_of_samples(batch: Any, samples: int) -> Iterator[Iterable[bytes]]:
     """The pieces of all samples: the first of each, then the second of each, and so on."""
     if isinstance(batch, Tensor) and batch.dim() and len(batch) == samples:
-        rows = batch.detach().cpu().contiguous().reshape(samples, batch.shape[1:].numel())
+        rows = batch.detach().cpu().reshape(samples, batch.shape[1:].numel())
+        rows = rows.clone(memory_format=torch.contiguous_format)
         yield repeat(_kind(batch.dtype, batch.shape[1:]), samples)
         yield (row.tobytes() for row in rows.view(torch.uint8).numpy())
     elif isinstance(batch, Mapping):
@@ -85,7 +86,8 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield _kind(value.dtype, value.shape)
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        flat = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        yield flat.view(torch.uint8).numpy().tobytes()  # one entry may have any stride otherwise
     elif isinstance(value, Mapping):
         for key, part in sorted(_unpadded(value).items()):
             yield repr(key).encode()
