@@ -128,7 +128,7 @@ def accumulate(
             run.captured = CapturedBatches(model, lossfunc, capture, check)
         if state_file is not None:
             file = file_of_rank(state_file, process_group)
-            run.checkpoint = Checkpoint(file, every, model, lossfunc, loader)
+            run.checkpoint = Checkpoint(file, every, model, lossfunc, loader, extensions)
         return run(extensions).to(device, dtype)
 
 

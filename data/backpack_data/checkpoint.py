@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import Module
 
-from backpack_core import Extension, Propagator
+from backpack_core import Extension
 from backpack_core.errors import UsageError
 from backpack_core.record.nested import iter_tensors
 from backpack_data import files
-from backpack_data.shards import local
+from backpack_data.settings import checksum, plain_settings, qualified, settings_of
 from backpack_data.states import States
 from backpack_products.fingerprint import Fingerprint, agreed
 
@@ -30,7 +30,13 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, every: int, model: Module, lossfunc: Any, loader: Iterable[Any]
+        self,
+        path: Path,
+        every: int,
+        model: Module,
+        lossfunc: Any,
+        loader: Iterable[Any],
+        extensions: Sequence[Extension],
     ) -> None:
         """Read the file, if there is one.
 
@@ -40,6 +46,7 @@ class Checkpoint:
             model: The model; a file of another model is refused.
             lossfunc: The loss; as the model, if it is a module.
             loader: The data; its own generator is restored, too.
+            extensions: What is computed; a file of extensions with other settings is refused.
 
         Raises:
             UsageError: The folder is missing, the path names a folder, or the file holds something
@@ -56,11 +63,13 @@ class Checkpoint:
         if path.exists():
             self._tensors, self._about = files.read(path, "state")
         self._held = {"model": model}
-        self._print = {"model": _fingerprint(model)}
-        self._print["loss"] = _qualified(lossfunc)
+        self._print: dict[str, Any] = {"model": _fingerprint(model)}
+        self._print["loss"] = qualified(lossfunc)
+        self._print["extensions"] = [settings_of(extension) for extension in extensions]
         if isinstance(lossfunc, Module):
             self._held["loss"] = lossfunc
-            self._print["loss"] = f"{_settings(lossfunc)} {_fingerprint(lossfunc)}"
+            parts = " ".join(map(plain_settings, lossfunc.modules()))
+            self._print["loss"] = f"{parts} {_fingerprint(lossfunc)}"
         buffers = self._buffers()
         # For a run that has begun, only those that did not change as it ran.
         kept = buffers.keys() & self._about.keys() if self._about else buffers.keys()
@@ -73,8 +82,7 @@ class Checkpoint:
             UsageError: The file belongs to another model, to another loss, to other extensions, or
                 to other plugins.
         """
-        asked = [_settings(extension) for extension in states.extensions]
-        mine = {**self._print, f"extensions {number}": asked}
+        mine = self._print
         found = {k: self._about[k] for k in mine if self._about.get(k, mine[k]) != mine[k]}
         if found:
             wanted = {key: mine[key] for key in found}
@@ -101,7 +109,7 @@ class Checkpoint:
         if place == self._resumed:
             self._resume(number, place, self._about.get(f"all {number}", False))
         for tensor in iter_tensors(batch):
-            self._checksum = _checksum(tensor, self._checksum)
+            self._checksum = checksum(tensor, self._checksum)
 
     def after(self, number: int, done: int, states: States) -> None:
         """Write the file after every ``every`` batches."""
@@ -151,7 +159,7 @@ class Checkpoint:
     def _buffers(self) -> dict[str, str]:
         """Checksums of the buffers of model and loss."""
         return {
-            f"buffer {name} of the {role}": f"{_checksum(buffer, 0):08x}"
+            f"buffer {name} of the {role}": f"{checksum(buffer, 0):08x}"
             for role, module in self._held.items()
             for name, buffer in module.named_buffers()
         }
@@ -179,43 +187,21 @@ class Checkpoint:
                 torch.cuda.set_rng_state(state, int(device.removeprefix("cuda")))
 
 
-def _qualified(given: Any) -> str:
-    """The name of a class or a function; of another object, that of its class."""
-    given = given if hasattr(given, "__qualname__") else type(given)
-    return f"{given.__module__}.{given.__qualname__}"
-
-
-def _settings(given: Module | Extension) -> str:
-    """What kind of loss or extension it is, and its plain settings."""
-    plain = (str, int, float, tuple, Propagator)
-    settings = {key: value for key, value in vars(given).items() if isinstance(value, plain)}
-    return f"{type(given).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
-
-
 def _fingerprint(model: Module) -> str:
     """Tells models apart by modules, names and shapes, parameters, what is trained, and modes.
 
     Of a module, these are its type and the settings that it shows.
     """
     modes = {
-        path: (module.training, _qualified(type(module)), module.extra_repr())
+        path: (module.training, qualified(type(module)), module.extra_repr())
         for path, module in model.named_modules()
     }
     buffers = {name: list(buffer.shape) for name, buffer in model.named_buffers()}
     digest = zlib.crc32(repr((modes, buffers)).encode())
     for name, tensor in model.named_parameters():
         about = f"{name} {list(tensor.shape)} {tensor.requires_grad}"
-        digest = _checksum(tensor.detach(), zlib.crc32(about.encode(), digest))
+        digest = checksum(tensor.detach(), zlib.crc32(about.encode(), digest))
     return f"{digest:08x}"
-
-
-def _checksum(tensor: Tensor, digest: int) -> int:
-    """The checksum continued by the bytes of a tensor; of a sparse one, by its shape alone."""
-    digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest)
-    if tensor.layout is not torch.strided:
-        return digest
-    data = local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy().tobytes(), digest)
 
 
 def file_of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack_core import Extension
 from backpack_core.discovery import choose
-from backpack_core.errors import UsageError
+from backpack_core.errors import ShapeError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registry import registry
 from backpack_data import files
@@ -112,6 +112,7 @@ class Quantities(Mapping[Place, Any]):
         Raises:
             UsageError: The other quantities have other parameters or fields, or come from other
                 plugins.
+            ShapeError: Values have several shapes, such as those per sample of other samples.
         """
         if not isinstance(other, Quantities):
             return NotImplemented
@@ -119,6 +120,8 @@ class Quantities(Mapping[Place, Any]):
             missing = sorted(self.keys() ^ other.keys())[:3]
             raise UsageError(f"Only one of the two has values for {missing}: they cannot be added.")
         agreed({"These quantities": self.plugins, "those added to them": other.plugins})
+        for place, value in self.items():
+            _require_one_shape(place, value, other[place])
         return self._map(lambda place, value: value + other[place])
 
     def __mul__(self, factor: float) -> Quantities:
@@ -237,6 +240,15 @@ class Quantities(Mapping[Place, Any]):
     def __repr__(self) -> str:
         """Number of values, and names of extensions."""
         return f"<Quantities: {len(self)} values of {', '.join(sorted(self._kinds))}>"
+
+
+def _require_one_shape(place: Place, value: Any, other: Any) -> None:
+    """Raise an error where tensors would broadcast; matrices look themselves."""
+    shapes = [[*v.shape] for v in (value, other) if isinstance(v, Tensor)]
+    if len(shapes) == 2 and shapes[0] != shapes[1]:
+        raise ShapeError(
+            f"The values at {place} have the shapes {shapes[0]} and {shapes[1]}, and are not added."
+        )
 
 
 def _kind(name: str) -> Extension:

@@ -109,24 +109,36 @@ class State:
             state.tensors[name] = [tensor]
         return state
 
-    def add(self, other: State) -> None:
-        """Merge another state into this one; sums are changed in place.
+    def require_fit(self, other: State) -> None:
+        """Raise an error if another state cannot be merged; look at all before merging any.
 
         Raises:
-            ShapeError: Values that are added have several shapes.
+            ShapeError: Values that are added have several shapes, or values that are joined differ
+                along another axis.
         """
+        over, name = declaration(self.extension), type(self.extension).__name__
+        for key, (new, *_) in other.tensors.items():
+            part, own = over.part(key), self.tensors[key][0]
+            shapes = f"have the shapes {list(own.shape)} and {list(new.shape)}"
+            if part.way in LINEAR and own.shape != new.shape:  # it might broadcast
+                raise ShapeError(
+                    f"Values of {name} are added over batches, and {shapes}: with an axis of "
+                    "samples, declare over_batches = 'concatenate'."
+                )
+            if part.way == "concatenate" and _others(own, part.axis) != _others(new, part.axis):
+                raise ShapeError(
+                    f"Values of {name} are joined over batches along axis {part.axis}, and "
+                    f"{shapes}: give batches of one length of samples."
+                )
+
+    def add(self, other: State) -> None:
+        """Merge another state that fits into this one; sums are changed in place."""
         over = declaration(self.extension)
         for name, others in other.tensors.items():
             part, own = over.part(name), self.tensors[name]
             if part.way == "concatenate":
                 own += others
             elif part.way in LINEAR:
-                if own[0].shape != others[0].shape:  # it might broadcast
-                    raise ShapeError(
-                        f"Values of {type(self.extension).__name__} are added over batches, and "
-                        f"have the shapes {list(own[0].shape)} and {list(others[0].shape)}: with "
-                        "an axis of samples, declare over_batches = 'concatenate'."
-                    )
                 own[0] += others[0]
             elif not isinstance(part.way, str):
                 own[0] = part.way(own[0], others[0])
@@ -165,3 +177,8 @@ class State:
             "for the mean over a batch says nothing about the mean over several. Use a loss with "
             "reduction='sum': its individual gradients are the same in every batch."
         )
+
+
+def _others(tensor: Tensor, axis: int) -> list[int]:
+    """The lengths of all axes but one."""
+    return [length for place, length in enumerate(tensor.shape) if place != axis]

@@ -33,6 +33,7 @@ class States:
         batches: How many batches there were.
         normaliser: What the loss of all of them divides by; ``None`` for a sum.
         ratios: Normalisers of several losses, divided by the first one's.
+        trained: Paths of the parameters that were trained in these batches; empty before the first.
     """
 
     extensions: tuple[Extension, ...]
@@ -42,6 +43,7 @@ class States:
     batches: int = 0
     normaliser: float | None = None
     ratios: tuple[float, ...] = ()
+    trained: frozenset[str] = frozenset()
 
     @classmethod
     def over(cls, model: Module, extensions: Sequence[Extension]) -> States:
@@ -71,10 +73,13 @@ class States:
         if given is None and weights.fault is not None:
             raise weights.fault
         normaliser, ratios = joint(weights.normalisers if given is None else given)
+        held = carriers(model)
+        trained = frozenset(path for path, parts in held.items() if parts[0].requires_grad)
         if self.batches:
             self._require_alike(normaliser, ratios)
+            self._require_trained(trained)
         new: dict[Place, State] = {}
-        for path, (parameter, *others) in carriers(model).items():
+        for path, (parameter, *others) in held.items():
             for extension in self.extensions:
                 if extension.savefield in parameter.__dict__:
                     value = parameter.__dict__.pop(extension.savefield)
@@ -86,13 +91,15 @@ class States:
                     for key, (tensor,) in state.tensors.items():
                         state.tensors[key] = [in_dtype_of(parameter, tensor)]
                     new[place] = state
+        for place in new.keys() & self.table.keys():
+            self.table[place].require_fit(new[place])
         for place, state in new.items():
             if place in self.table:
                 self.table[place].add(state)
             else:
                 self.table[place] = state
             self.seen[place] = self.seen.get(place, 0) + 1
-        self.batches, self.ratios = self.batches + 1, ratios
+        self.batches, self.ratios, self.trained = self.batches + 1, ratios, trained
         if normaliser is not None:
             self.normaliser = (self.normaliser or 0.0) + normaliser
 
@@ -103,6 +110,15 @@ class States:
                 "cannot be compared. Use one reduction."
             )
         require_proportional(self.ratios, ratios)
+
+    def _require_trained(self, trained: frozenset[str]) -> None:
+        """Refuse a sum that lacks the values of a parameter in some batches."""
+        others = sorted(self.trained ^ trained) if self.trained else ()
+        if others:
+            raise UnsupportedError(
+                f"The parameter {others[0]!r} was frozen in some batches and trained in others, so "
+                "its values are not those of all: begin anew (reset()) after freezing parameters."
+            )
 
     def values(self) -> Iterator[tuple[str, Extension, Any]]:
         """The values for all batches, as triples of path, extension and value.

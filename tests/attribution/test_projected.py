@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_attribution import TRAK, LoGra, influence
+from backpack_attribution import (
+    TRAK,
+    GradientStore,
+    LoGra,
+    fill,
+    influence,
+    preconditioned,
+    project,
+)
 from backpack_attribution.problem import Problem
 from backpack_attribution.projected import Margin, inverse_product, projections_of
 from backpack_core.errors import UsageError
@@ -105,3 +113,38 @@ def test_refusals() -> None:
     for lossfunc in others:  # their values are not -log p
         with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
             influence(mlp(), lossfunc, data, data, "trak")
+
+
+def test_what_a_projection_cancels_has_no_part(tmp_path) -> None:
+    """Gradients of a last layer add up to zero over classes, and equal signs leave their rounding.
+
+    That would count as much as any other parameter, since each is divided by its own size.
+    """
+    torch.manual_seed(0)
+    model, lossfunc = (
+        nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+        nn.CrossEntropyLoss(),
+    )
+    train, queries = loader(vectors(9), 4), loader(vectors(3, seed=2), 2)
+    projection = Projection(4, seed=3)
+    cancelled = project(model, lossfunc, train, projection)["2.weight"]
+    assert cancelled.norm() < 1e-12
+    found = influence(model, lossfunc, train, queries, LoGra(4, seed=3))
+    store = fill(
+        GradientStore(tmp_path / "store", torch.float64), model, lossfunc, train, projection
+    )
+    asked = preconditioned(store, project(model, lossfunc, queries, projection))
+    stored = store.scores(asked)
+    model[2].weight.requires_grad_(False)
+    wanted = influence(model, lossfunc, train, queries, LoGra(4, seed=3))
+    assert torch.allclose(found.values, wanted.values, rtol=1e-9)
+    assert torch.allclose(stored.values, wanted.values, rtol=1e-9)
+
+
+def test_an_empty_store_has_no_moments(tmp_path) -> None:
+    model, queries = mlp(), loader(vectors(3), 2)
+    store = GradientStore(tmp_path / "store")
+    asked = project(model, nn.CrossEntropyLoss(), queries, Projection(4))
+    store.append([], {name: rows[:0] for name, rows in asked.items()})
+    with pytest.raises(UsageError, match="has no rows yet"):
+        preconditioned(store, asked)

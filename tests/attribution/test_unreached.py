@@ -65,11 +65,14 @@ def test_batches_reach_different_experts() -> None:
     assert numbers[0] != numbers[-1]
 
 
-@pytest.mark.parametrize("method", [GradDot(), GradCosine(), LoGra(4), TRAK(4)], ids=str)
-def test_scores(method: Method) -> None:
-    """As where each expert is called."""
-    found = influence(_model(), LOSS, DATA, QUERIES, method, progress=False).values
-    expected = influence(_model(True), LOSS, DATA, QUERIES, method, progress=False).values
+@pytest.mark.parametrize("train", [DATA, DATA[1:-1]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "method", [GradDot(), GradCosine(), LoGra(4), TRAK(4, damping=0.1)], ids=str
+)
+def test_scores(method: Method, train: list[Any]) -> None:
+    """As where each expert is called, also where queries reach one that no training sample does."""
+    found = influence(_model(), LOSS, train, QUERIES, method, progress=False).values
+    expected = influence(_model(True), LOSS, train, QUERIES, method, progress=False).values
     assert_close(torch.as_tensor(found), torch.as_tensor(expected))
 
 

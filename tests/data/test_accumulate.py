@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core import extend, is_extended
+from backpack_core import Extension, extend, is_extended
 from backpack_core.errors import (
     MissingPluginError,
     NotAnExtensionError,
@@ -27,10 +28,13 @@ from backpack_core.extensions import (
     KFRA,
     BatchDotGrad,
     BatchGrad,
+    BatchL2Grad,
     ClippedSumGrad,
     DiagGGNExact,
     DiagGGNMC,
     GGNGram,
+    Jacobians,
+    SqrtGGNExact,
     Variance,
 )
 from backpack_data import Quantities, accumulate, combined
@@ -469,3 +473,39 @@ def test_all_samples_count_where_a_layer_receives_some(sizes: tuple[int, ...]):
         assert_same(found[name, "variance"], each.var(0, correction=0))
     h = torch.tanh(model.first(x.flatten(1)))[x[:, 0, 0, 0] > 0].detach()
     assert_same(found["some.weight", "kflr"][1], h.T @ h / 20)
+
+
+def test_values_of_several_samples_are_not_added() -> None:
+    """They would broadcast, if there is only one."""
+    x, y = data()
+    more, one = (run_of(x[:n], y[:n]) for n in (3, 1))
+    with pytest.raises(ShapeError, match="are not added"):
+        more + one
+    assert_same((more + more)["4.bias", "grad_batch"], 2 * more["4.bias", "grad_batch"])
+
+
+def run_of(x: Tensor, y: Tensor) -> Quantities:
+    return accumulate(net(), loss(ignored=-100), [(x, y)], BatchGrad(), progress=False)
+
+
+@pytest.mark.parametrize(
+    "extension", [BatchL2Grad(per="token"), SqrtGGNExact(), Jacobians()], ids=lambda e: e.savefield
+)
+def test_texts_of_several_lengths_are_not_joined(extension: Extension) -> None:
+    """The error comes with the batch, not after the last one."""
+    model, lossfunc = nn.Sequential(nn.Linear(4, 3), Turned()), nn.CrossEntropyLoss()
+    seen = list[int]()
+
+    def loader() -> Iterator[tuple[Tensor, Tensor]]:
+        for length in (5, 4, 4, 4):
+            seen.append(length)
+            yield torch.randn(2, length, 4), torch.randint(3, (2, length))
+
+    with pytest.raises(ShapeError, match="are joined over batches"):
+        accumulate(model, lossfunc, loader(), extension, progress=False)
+    assert len(seen) == 2
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT

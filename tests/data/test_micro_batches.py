@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import NotAnExtensionError, UnsupportedError, UsageError
+from backpack_core.errors import NotAnExtensionError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
     KFLR,
@@ -16,6 +17,7 @@ from backpack_core.extensions import (
     DiagGGNExact,
     GGNGram,
     SqrtGGNExact,
+    SumGradSquared,
     Variance,
 )
 from backpack_data import Weights, all_reduce, combined, unscale
@@ -175,3 +177,40 @@ def test_wrong_arguments():
         unscale(model, BatchGrad(), None)
     with pytest.raises(UsageError, match=r"has grad_batch: call unscale\(\.\.\.\) after"):
         unscale(model, BatchGrad(), 2.0)
+
+
+@pytest.mark.parametrize("is_frozen_first", [False, True])
+def test_parameters_that_are_frozen_between_batches(is_frozen_first: bool) -> None:
+    """Their sums would lack a batch, and be divided by the samples of all."""
+    model, lossfunc = extend(net()), extend(loss())
+    total, bias = combined(model, DiagGGNExact()), model.get_parameter("4.bias")
+    first, last = batches(*data(), 4, 3)
+    for number, (x, y) in enumerate((first, last, first, last)):
+        bias.requires_grad_(is_frozen_first == bool(number))
+        value = lossfunc(model(x), y)
+        if number == 1:
+            with pytest.raises(UnsupportedError, match="was frozen in some batches"), total:
+                value.backward()
+            total.reset()
+            continue
+        with total:
+            value.backward()
+
+
+def test_a_batch_that_does_not_fit_leaves_the_others_alone() -> None:
+    """Nothing of it is added, also where one of two values would fit."""
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss(reduction="sum"))
+    total = combined(model, SumGradSquared(), SqrtGGNExact())
+
+    def add(*sizes: int) -> None:
+        with total:
+            lossfunc(model(torch.randn(*sizes, 4)), torch.randn(*sizes, 3)).backward()
+
+    add(2, 5)
+    before = model.weight.sum_grad_squared.clone()
+    with pytest.raises(ShapeError, match="are joined over batches"):
+        add(2, 4)
+    x, y = torch.zeros(2, 5, 4), torch.zeros(2, 5, 3)  # a batch without weight gradients
+    with total:
+        lossfunc(model(x), y).backward()
+    assert torch.allclose(model.weight.sum_grad_squared, before)

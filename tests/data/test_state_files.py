@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.extensions import EKFAC, KFAC, DiagGGNExact, SumGradSquared
+from backpack_core.extensions import (
+    EKFAC,
+    KFAC,
+    DiagGGNExact,
+    GradInner,
+    ProjectedGrad,
+    SumGradSquared,
+)
 from backpack_data import Quantities, accumulate
 from tests.data.problems import batches, data, loss
 
@@ -214,6 +221,49 @@ class Shown(nn.Module):
     def extra_repr(self) -> str:
         """The setting."""
         return str(self.slope)
+
+
+class Wrapped(nn.Module):
+    """A loss inside of another one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.each = nn.CrossEntropyLoss(**options)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.each(output, target)
+        return loss
+
+
+def queries(value: float) -> dict[str, Tensor]:
+    return {name: torch.full((2, *p.shape), value) for name, p in net().named_parameters()}
+
+
+def divisors(value: float) -> dict[str, Tensor]:
+    return {name: torch.full(p.shape, value) for name, p in net().named_parameters()}
+
+
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"extensions": (GradInner(queries(1.0)),)}, {"extensions": (GradInner(queries(2.0)),)}),
+    ({"extensions": (ProjectedGrad(4),)}, {"extensions": (ProjectedGrad(4, seed=1),)}),
+    ({"extensions": (ProjectedGrad(4),)}, {"extensions": (ProjectedGrad(4, "gaussian"),)}),
+    (
+        {"extensions": (ProjectedGrad(4, divisors=divisors(1.0)),)},
+        {"extensions": (ProjectedGrad(4, divisors=divisors(2.0)),)},
+    ),
+    ({"lossfunc": Wrapped()}, {"lossfunc": Wrapped(ignore_index=1)}),
+]
+
+
+@pytest.mark.parametrize("pair", SETTINGS, ids=["queries", "seed", "kind", "divisors", "inner"])
+def test_of_settings_that_are_no_numbers(
+    pair: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Tensors and objects among the settings, and the settings of a loss in a loss."""
+    for _ in range(2):  # an extension may have stored something by then
+        begun(tmp_path / "state", (3, 3, 1), **pair[0])
+    with pytest.raises(UsageError, match="is the state of another run"):
+        begun(tmp_path / "state", (3, 3, 1), **pair[1])
 
 
 ACTIVATIONS: list[tuple[nn.Module, nn.Module]] = [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product as pairs_of
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -602,3 +603,72 @@ def test_indices_that_are_none() -> None:
             gradients[index]
     assert gradients[[True, False, True, False]].shape == (2, 3)
     close(gradients.weighted_sum([1.0, 2.0, 0.0, 1.0]), torch.full((3,), 4.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["formed", "factors"])
+def test_indices_of_every_kind(form: str) -> None:
+    dense = torch.randn(4, 3, 2)
+    gradients = SampleGradients.from_dense(dense)
+    if form == "factors":
+        out, inp = torch.randn(4, 2, 3), torch.randn(4, 2, 2)
+        gradients, dense = SampleGradients.from_factors(out, inp), out.mT @ inp
+    places: list[Any] = [slice(None, None, -1), slice(3, 0, -2), range(3, 1, -1), (2, 0)]
+    for index in (*places, np.array([3, 1]), np.array([True, False, True, True])):
+        wanted = dense.numpy()[[*index] if isinstance(index, (range, tuple)) else index]
+        close(gradients[index].dense(), torch.as_tensor(wanted.copy()))
+    close(gradients[np.int64(2)].dense(), dense[2:3])
+
+
+def test_no_sample_has_no_weight() -> None:
+    gradients = SampleGradients.from_dense(torch.ones(0, 3))
+    close(gradients.weighted_sum(torch.ones(0)), torch.zeros(3))
+    close(gradients.weighted_sum(torch.ones(2, 0)), torch.zeros(2, 3))
+    close(gradients.weighted_sum(torch.ones(0, 0)), torch.zeros(0, 3))
+
+
+def test_terms_of_one_form_are_kept_by_cat() -> None:
+    """Both terms of a set, with those of a set that has one."""
+    values = torch.randn(3, 2, 4, 3)
+    both = SampleGradients([DenseProduct(values[:1]), DenseProduct(values[1:2])])
+    found = SampleGradients.cat([both, SampleGradients.from_dense(values[2]), both])
+    close(found.dense(), torch.cat([values[0] + values[1], values[2], values[0] + values[1]]))
+    scalars = SampleGradients.from_dense(torch.ones(2))
+    close(SampleGradients.cat([scalars, scalars]).dense(), torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "sparse", "rademacher", "gaussian"])
+@pytest.mark.parametrize("form", ["affine", "lookup"])
+def test_what_is_empty_is_projected_and_paired(form: str, kind: Any) -> None:
+    """No samples, or samples without positions, such as an empty bag."""
+    dense = torch.randn(2, 4, 3)
+    for count, positions in ((0, 2), (2, 0)):
+        out, shape = torch.randn(1, count, positions, 4), torch.Size((4, 3))
+        product: SampleProduct = LookupProduct(
+            out[..., :3], torch.zeros(count, positions, dtype=torch.long), shape
+        )
+        if form == "affine":
+            inp = torch.randn(count, positions, 1, 3)
+            product = AffineProduct(out.unsqueeze(3), inp, shape)
+        empty = SampleGradients([product])
+        close(empty.project(Projection(9, kind), "a"), torch.zeros(count, 9))
+        for other in (dense, SampleGradients.from_dense(dense), empty):
+            close(empty.inner(other), torch.zeros(count, len(other)))
+
+
+@pytest.mark.parametrize("dim", [4, 25])
+def test_a_table_with_one_column_is_projected(dim: int) -> None:
+    """A bias for each word; one that fits keeps its inner products."""
+    model, words = (
+        extend(nn.Sequential(nn.Embedding(20, 1), nn.Flatten())),
+        torch.randint(20, (5, 3)),
+    )
+    lossfunc, target = extend(nn.MSELoss()), torch.randn(5, 3)
+    for extension in (BatchGrad(), ProjectedGrad(dim)):  # alone, so that nothing is formed
+        with backpack(extension):
+            lossfunc(model(words), target).backward()
+    weight = model[0].weight
+    formed = SampleGradients.from_dense(weight.grad_batch)
+    close(weight.projected_grad, formed.project(Projection(dim), "0.weight"))
+    if dim == 25:
+        ours, flat = weight.projected_grad, weight.grad_batch.flatten(1)
+        close(ours @ ours.T, flat @ flat.T)

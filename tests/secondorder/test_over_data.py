@@ -275,6 +275,32 @@ def test_parameters_may_change_between_products() -> None:
     assert_close(operator.dense(), dense_ggn(given))
 
 
+def test_memory_of_parameters_may_be_exchanged_between_products() -> None:
+    """Their versions do not tell: ``vector_to_parameters`` exchanges the memory, too."""
+    model, lossfunc = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    loader, vector = [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))], torch.ones(8)
+    matrix, flat = GGN(model, lossfunc, loader), nn.utils.parameters_to_vector(model.parameters())
+    for change in (
+        lambda: nn.utils.vector_to_parameters(flat.detach() * 3, model.parameters()),
+        lambda: model.weight.data.mul_(0.5),
+    ):
+        matrix @ vector
+        change()
+        found = matrix @ torch.eye(8)
+        assert torch.allclose(found, GGN(model, lossfunc, loader) @ torch.eye(8))
+
+
+def test_parameters_that_are_replaced() -> None:
+    model, loader = nn.Linear(3, 2), [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))]
+    matrix = GGN(model, nn.CrossEntropyLoss(), loader)
+    model.weight = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(UsageError, match=r"'weight' is no longer the model's"):
+        matrix @ torch.ones(8)
+    matrix = GGN(model, nn.CrossEntropyLoss(), loader)
+    with torch.inference_mode(), pytest.raises(UsageError, match=r"inside torch\.inference_mode"):
+        matrix @ torch.ones(8)
+
+
 def test_of_extended_models_inside_of_a_context() -> None:
     given = make()
     extend(given[0]), extend(given[1])

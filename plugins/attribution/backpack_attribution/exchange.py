@@ -254,7 +254,8 @@ def _layer(whole: Tensor, layer: Mapping[str, Any], kind: str, name: str) -> Val
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    flat = tensor.flatten().clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:

@@ -14,10 +14,10 @@ from backpack_attribution.forms import Gradients
 from backpack_attribution.identities import Identity, tokens_of
 from backpack_attribution.manifest import Projected
 from backpack_attribution.problem import Loss, Problem, Split
-from backpack_attribution.projected import inverse_product, projections_of
+from backpack_attribution.projected import inverse_products, projections_of
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
-from backpack_core.errors import ShapeError
+from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import Projection
 from backpack_firstorder.tokens import Per
 from backpack_products.fingerprint import agreed_on_ranks, fingerprint_of
@@ -59,15 +59,16 @@ def fill(
         The store.
 
     Raises:
-        UsageError: The stored rows were computed by other plugins or at other weights, were
-            projected differently, or are of the other kind; or processes have different plugins.
+        UsageError: The stored rows were computed by other plugins, at other weights or with another
+            loss module, were projected differently, or are of the other kind; or processes have
+            different plugins.
         ShapeError: The stored rows have other parts than the model's trained parameters.
     """
     problem = Problem(model, lossfunc, batch, per)
     plugins = problem.plugins()
     if process_group is not None:
         agreed_on_ranks(plugins, process_group)
-    store.computed_by(plugins, per, projection, problem.weights())
+    store.computed_by(plugins, per, projection, problem.weights(), problem.said_of_loss())
     parts = _parts(problem, projection)
     _require_fit(store, parts)
     run = Run(problem, problem, loader, (), progress, process_group)
@@ -155,19 +156,20 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         damping: ``λ`` as a share of the mean eigenvalue of each part's ``F``.
 
     Raises:
-        UsageError: The queries were computed by other plugins than the rows.
+        UsageError: The store is empty, or the queries were computed by other plugins than the rows.
     """
     store.count_of(queries)
+    if not len(store):
+        raise UsageError(f"{store.folder} has no rows yet, so it has no second moments.")
     moments: dict[str, Tensor] = {}
     for block in store.blocks():
         for name in queries:
             rows = forms.dense(block.gradients[name]).flatten(1)
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
             moments[name] = moments.get(name, rows.new_zeros(())) + rows.T @ rows
-    found = {}
-    for name, value in queries.items():
-        query = forms.dense(value)
-        flat = inverse_product(moments[name], query.flatten(1).cpu(), damping)
-        found[name] = flat.reshape(query.shape)
+    asked = {name: forms.dense(value) for name, value in queries.items()}
+    flat = {name: value.flatten(1).cpu() for name, value in asked.items()}
+    solved = inverse_products(moments, flat, damping)
+    found = {name: solved[name].reshape(asked[name].shape) for name in queries}
     projection, weights = getattr(queries, "projection", None), getattr(queries, "weights", "")
     return Projected(found, fingerprint_of(queries), projection, weights)

@@ -132,7 +132,7 @@ def count_of(queries: Gradients, shapes: Mapping[str, torch.Size]) -> int:
 
     Raises:
         ShapeError: A query does not fit the part, or parts have different numbers of queries.
-        UsageError: ``queries`` is empty, or has a part that the store does not have.
+        UsageError: ``queries`` is empty, not finite, or has a part that the store does not have.
     """
     if not isinstance(queries, Mapping) or not queries:
         raise UsageError("Queries must be {name: [M, *θ]}, with names of the store's parts.")
@@ -144,6 +144,8 @@ def count_of(queries: Gradients, shapes: Mapping[str, torch.Size]) -> int:
                 f"Queries for {name!r} must be [M, {', '.join(map(str, shapes[name]))}]. Got "
                 f"{[*value.shape]}."
             )
+        if not is_finite(value):
+            raise UsageError(f"Queries for {name!r} are not finite: look at their loss.")
     counts = {len(value) for value in queries.values()}
     if len(counts) != 1:
         raise ShapeError(f"All parts of the queries must have one length. Got {sorted(counts)}.")

@@ -53,7 +53,8 @@ def _name_of(pieces: Iterable[bytes]) -> str:
 def _pieces_of_samples(batch: Any, samples: int) -> Iterator[Iterable[bytes]]:
     """The pieces of all samples: the first of each, then the second of each, and so on."""
     if isinstance(batch, Tensor) and batch.dim() and len(batch) == samples:
-        rows = batch.detach().cpu().contiguous().reshape(samples, batch.shape[1:].numel())
+        rows = batch.detach().cpu().reshape(samples, batch.shape[1:].numel())
+        rows = rows.clone(memory_format=torch.contiguous_format)
         yield repeat(_kind(batch.dtype, batch.shape[1:]), samples)
         yield (row.tobytes() for row in rows.view(torch.uint8).numpy())
     elif isinstance(batch, Mapping):
@@ -85,7 +86,8 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield _kind(value.dtype, value.shape)
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        flat = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        yield flat.view(torch.uint8).numpy().tobytes()  # one entry may have any stride otherwise
     elif isinstance(value, Mapping):
         for key, part in sorted(_unpadded(value).items()):
             yield repr(key).encode()
@@ -181,6 +183,17 @@ def place_of(name: Identity) -> tuple[bool, Any, int]:
     return not is_place, int(text) if is_place else text, int(number)
 
 
+def plain(identity: Any) -> Any:
+    """An identity as Python has it: a number of NumPy or of torch becomes an ``int``."""
+    return identity.item() if hasattr(identity, "item") else identity
+
+
+def listed(identities: Any) -> list[Identity]:
+    """One identity, or several, as a list."""
+    is_one = isinstance(identities, str) or not hasattr(identities, "__len__")
+    return [*map(plain, [identities] if is_one else identities)]
+
+
 def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
     """Identities as strings and integers, one for each sample.
 
@@ -192,7 +205,7 @@ def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
         raise UsageError(
             f"Identities must be a list, one for each sample. Got the text {identities!r:.40}."
         )
-    found = [value.item() if hasattr(value, "item") else value for value in identities]
+    found = [*map(plain, identities)]
     strange = [value for value in found if type(value) not in (str, int)]
     if strange:
         raise UsageError(

@@ -61,6 +61,7 @@ class Manifest:
         per: Whether rows are those of samples or tokens; empty if that is not known.
         projection: The projection, in the words of :func:`shown`; ``None`` if it is not known.
         weights: The model's weights, see :class:`Projected`.
+        loss: The settings of the loss; empty if they are not known.
     """
 
     dtype: str
@@ -71,6 +72,7 @@ class Manifest:
     per: str = ""
     projection: str | None = None
     weights: str = ""
+    loss: str = ""
 
     @classmethod
     def opened(
@@ -169,7 +171,7 @@ class Manifest:
                 "from, or fill another folder."
             )
 
-    def with_origin(self, folder: Path, rows: Projected[Any], per: str) -> Manifest:
+    def with_origin(self, folder: Path, rows: Projected[Any], per: str, loss: str) -> Manifest:
         """The manifest with the origin of the first rows, and so of all later ones.
 
         Raises:
@@ -182,12 +184,21 @@ class Manifest:
                 f"A row of {folder} is a {known.per}, but a row for each {per} was asked for. Give "
                 "another folder."
             )
-        weights = known.weights if known.shapes else rows.weights
+        if known.shapes and known.loss and loss and known.loss != loss:
+            raise UsageError(
+                f"A store is of one loss: the rows of {folder} are gradients of {known.loss}, but "
+                f"this loss is {loss}. Give another folder."
+            )
+        if known.shapes:
+            weights, loss = known.weights, known.loss
+        else:
+            weights = rows.weights
         is_known = known.plugins and known.per and known.projection is not None
-        if is_known and weights == known.weights:
+        if is_known and (weights, loss) == (known.weights, known.loss):
             return known
         plugins, projection = rows.plugins, rows.projection
-        known = replace(known, plugins=plugins, per=per, projection=projection, weights=weights)
+        known = replace(known, plugins=plugins, per=per, projection=projection)
+        known = replace(known, weights=weights, loss=loss)
         known.write(folder)
         return known
 

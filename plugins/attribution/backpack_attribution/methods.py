@@ -184,7 +184,8 @@ class TracIn(Method):
             method: What is added up; default: :class:`GradDot`.
 
         Raises:
-            UsageError: ``checkpoints`` is empty, or the number of learning rates differs.
+            UsageError: ``checkpoints`` is empty, two of them are the same tensors, or the number of
+                learning rates differs.
         """
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
@@ -194,6 +195,7 @@ class TracIn(Method):
                 f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
                 f"{len(checkpoints)} states."
             )
+        see_checkpoints(checkpoints)
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()
         self.has_tokens = self._method.has_tokens
@@ -263,6 +265,28 @@ def _rows_of(counts: Sequence[int]) -> int:
             "than others, as behind a pooling. Freeze these, or score whole samples."
         )
     return counts[0]
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    own: Any = tensor
+    own = own.to_local() if hasattr(own, "to_local") else own  # a shard
+    return own.data_ptr(), tensor.shape
+
+
+def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise an error if two states of a model are the same tensors.
+
+    Raises:
+        UsageError: They are.
+    """
+    states = [state.values() for state in checkpoints if isinstance(state, Mapping)]
+    places = {tuple(map(_place_of, state)) for state in states}
+    if len(places) < len(states):
+        raise UsageError(
+            "Two checkpoints are the same tensors, so they have the same values: state_dict() "
+            "returns those of the model, which training changes. Keep "
+            "copy.deepcopy(model.state_dict())."
+        )
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Problem:
         self.per = as_per(per)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._summed = _summed(lossfunc)
-        self._is_known_sum = self._summed is not lossfunc or _says_sum(lossfunc)
+        self._is_known_sum = _is_of_torch(lossfunc)
 
     @property
     def device(self) -> torch.device:
@@ -76,17 +76,34 @@ class Problem:
         return fingerprint(modules, [BatchGrad])
 
     def weights(self) -> str:
-        """A hash of some entries of each of the model's parameters; empty if they are sharded.
+        """A hash of some entries of each parameter; empty if they are sharded.
 
         Training changes nearly all entries, so some tell, and a large model is not read as a whole.
         They are rounded to bfloat16, so that it is the same where a model runs in half precision.
+        Buffers with numbers count, too, if a checkpoint has them, as those of a normalisation.
+        Tensors are taken in the order of their names, which projections depend on.
         """
-        parameters = [parameter.detach() for parameter in self.model.parameters()]
-        if any(hasattr(parameter, "placements") for parameter in parameters):
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        if any(hasattr(tensor, "placements") for tensor in tensors.values()):
             return ""
-        flat = [parameter.flatten() for parameter in parameters]
+        buffers = {n: b for n, b in self.model.named_buffers() if b.is_floating_point()}
+        kept = self.model.state_dict().keys() & buffers.keys()
+        tensors |= {name: buffers[name] for name in kept}
+        flat = [tensor.detach().flatten() for _, tensor in sorted(tensors.items())]
         some = [each[:: max(1, len(each) // _HASHED)].to(torch.bfloat16) for each in flat]
         return content_hash(some)
+
+    def said_of_loss(self) -> str:
+        """The settings of a loss module, apart from a mean or a sum; empty for a function."""
+        if not isinstance(self._summed, Module):
+            return ""
+        said = []
+        for module in self._summed.modules():
+            plain = {k: v for k, v in vars(module).items() if isinstance(v, (str, int, float))}
+            plain.pop("training")
+            said.append(f"{type(module).__name__}({', '.join(f'{k}={plain[k]!r}' for k in plain)})")
+        tensors = self._summed.state_dict()
+        return " ".join([*said, *([content_hash(tensors)] if tensors else [])])
 
     def with_loss(self, lossfunc: Loss | None) -> Problem:
         """The same model with another loss, if one is given, for whole samples."""
@@ -128,7 +145,7 @@ class Problem:
         output, targets = self.forward(self.model, batch)
         loss = self._summed(output, targets)
         if not self._is_known_sum:
-            self._check_sum(loss.detach(), output.detach(), targets)
+            self._check_sum(loss.detach(), output, targets)
         return loss
 
     def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
@@ -178,9 +195,9 @@ class Problem:
             )
         return {name: found[name] for name in self.parameters if name in found}
 
-    def _check_sum(self, loss: Tensor, output: Tensor, targets: Any) -> None:
+    def _check_sum(self, loss: Tensor, output: Any, targets: Any) -> None:
         """Compare the loss of the first batch with the sum of those of its halves, once."""
-        samples = len(output)
+        samples = samples_in(output)
         if samples < 2:
             return
         self._is_known_sum = True
@@ -191,8 +208,8 @@ class Problem:
         if not torch.allclose(loss, torch.as_tensor(total, device=loss.device), rtol=1e-3):
             raise UsageError(
                 f"The loss of a batch, {float(loss):.4g}, is not the sum of its samples' losses, "
-                f"{float(total):.4g}. Give a loss module, or a function that sums over samples, "
-                "without a mean."
+                f"{float(total):.4g}. Give a loss module of torch, or another loss that sums over "
+                "samples, without a mean."
             )
 
 
@@ -250,7 +267,9 @@ def _some(value: Any, samples: int, part: slice) -> Any:
         return value[part] if value.dim() and len(value) == samples else value
     if isinstance(value, Mapping):
         return {key: _some(entry, samples, part) for key, entry in value.items()}
-    return [_some(entry, samples, part) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, (list, tuple)):
+        return [_some(entry, samples, part) for entry in value]
+    return value
 
 
 def _summed(lossfunc: Loss) -> Loss:
@@ -263,8 +282,10 @@ def _summed(lossfunc: Loss) -> Loss:
     return lossfunc
 
 
-def _says_sum(lossfunc: Loss) -> bool:
-    return isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "sum"
+def _is_of_torch(lossfunc: Loss) -> bool:
+    """Whether a loss is known to sum if its attribute says so; others may only store the word."""
+    is_told = getattr(lossfunc, "reduction", None) in ("mean", "sum")
+    return is_told and type(lossfunc).__module__.startswith("torch.nn.")
 
 
 def _require(model: Any, lossfunc: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack_attribution.manifest import Projected, shown
-from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
+from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined, see_checkpoints
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
@@ -101,11 +101,9 @@ class LoGra(Method):
         self, run: Run, train: dict[str, Tensor], queries: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """``(F + λ)⁻¹ φ_m`` of each parameter, ``[M, dim]``."""
-        moments = {name: run.summed(train[name].T @ train[name]) for name in queries}
-        return {
-            name: inverse_product(moments[name], query, self.damping)
-            for name, query in queries.items()
-        }
+        asked = {name: queries[name] for name in queries if name in train}  # others have no part
+        moments = {name: run.summed(train[name].T @ train[name]) for name in asked}
+        return inverse_products(moments, asked, self.damping)
 
     def _features(
         self, run: Run, problem: Problem, loader: Iterable[Any], what: str
@@ -142,6 +140,7 @@ class TRAK(Method):
             damping: The damping as a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
         """
         Projection(dim, kind, seed)
+        see_checkpoints(checkpoints)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
         self._checkpoints = [*checkpoints]
 
@@ -242,6 +241,31 @@ def _may_be_log_probability(lossfunc: Module) -> bool:
     is_scaled = any(value is not None for value in settings)
     is_smoothed = bool(getattr(lossfunc, "label_smoothing", 0))
     return isinstance(lossfunc, _LOG_PROBABILITIES) and not (is_scaled or is_smoothed)
+
+
+def inverse_products(
+    moments: Mapping[str, Tensor], rows: Mapping[str, Tensor], damping: float
+) -> dict[str, Tensor]:
+    """:func:`inverse_product` for each parameter; zero where its moments are only rounding.
+
+    Signs may cancel whole gradients: those of a cross-entropy add up to zero over the classes. What
+    rounding leaves of them would count as much as the gradients of any other parameter.
+
+    Args:
+        moments: ``F`` of each parameter, of the same samples.
+        rows: Vectors ``[M, D]`` of each.
+        damping: As there.
+    """
+    sizes = {name: float(moment.diagonal().amax()) for name, moment in moments.items()}
+    largest, found = max(sizes.values()), {}
+    for name, row in rows.items():
+        wide = torch.promote_types(row.dtype, torch.float32)
+        bound = largest * (8 * max(torch.finfo(t).eps for t in (wide, moments[name].dtype))) ** 2
+        is_seen = sizes[name] > bound
+        found[name] = (
+            inverse_product(moments[name], row, damping) if is_seen else torch.zeros_like(row)
+        )
+    return found
 
 
 def inverse_product(moments: Tensor, rows: Tensor, damping: float) -> Tensor:

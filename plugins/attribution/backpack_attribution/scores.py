@@ -193,13 +193,14 @@ def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> lis
     return [places[name] for name in wanted]
 
 
-def require_count(count: Any) -> None:
-    """Check a number of training samples.
+def require_count(*counts: Any) -> None:
+    """Check numbers of training samples.
 
     Raises:
-        UsageError: The number is not a positive integer.
+        UsageError: A number is not a positive integer.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(
-            f"The number of training samples must be a positive integer. Got {count!r}."
-        )
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(
+                f"The number of training samples must be a positive integer. Got {count!r}."
+            )

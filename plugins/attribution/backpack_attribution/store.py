@@ -12,7 +12,7 @@ import torch
 from backpack_attribution import forms
 from backpack_attribution.disk import UNFINISHED
 from backpack_attribution.forms import Gradients, Value
-from backpack_attribution.identities import Identity, checked
+from backpack_attribution.identities import Identity, checked, listed, plain
 from backpack_attribution.manifest import DTYPES, Manifest, Projected, shown
 from backpack_attribution.scores import Found, Scores, require_count
 from backpack_attribution.shard import Block, Shards, Waiting
@@ -124,7 +124,7 @@ class GradientStore:
 
     def missing(self, identities: Sequence[Identity]) -> list[int]:
         """Places of the identities that are not stored: empty if a whole batch is stored."""
-        return [place for place, name in enumerate(identities) if name not in self]
+        return [place for place, name in enumerate(map(plain, identities)) if name not in self]
 
     def computed_by(
         self,
@@ -132,6 +132,7 @@ class GradientStore:
         per: str = "sample",
         projection: Projection | None = None,
         weights: str = "",
+        loss: str = "",
     ) -> None:
         """Compare the plugins that compute rows now with those that computed the stored rows.
 
@@ -143,12 +144,13 @@ class GradientStore:
             per: Whether a row is a ``"sample"`` or a ``"token"``.
             projection: The projection of rows; default: they are the gradients themselves.
             weights: A hash of the model's weights; empty if they are not compared.
+            loss: The settings of the loss, likewise.
 
         Raises:
             UsageError: The plugins differ, or rows of the other kind are stored.
         """
         origin = Projected[Value]({}, plugins, shown(projection), weights)
-        self._manifest = self._manifest.with_origin(self.folder, origin, per)
+        self._manifest = self._manifest.with_origin(self.folder, origin, per, loss)
 
     def append(self, identities: Sequence[Identity], gradients: Mapping[str, Value]) -> None:
         """Add samples.
@@ -197,7 +199,9 @@ class GradientStore:
 
     def __enter__(self) -> GradientStore:
         """The store itself; at the end of the block, waiting samples are written."""
-        self._tidy()
+        # A killed run of this process may have left something unfinished.
+        for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
+            path.unlink(missing_ok=True)
         return self
 
     def __exit__(
@@ -223,7 +227,7 @@ class GradientStore:
         Raises:
             UsageError: A sample is not stored.
         """
-        names = [identities] if isinstance(identities, (str, int)) else [*identities]
+        names = listed(identities)
         if not names:
             raise UsageError("No samples were chosen: give at least one identity.")
         for name in names:
@@ -281,10 +285,10 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
-            UsageError: ``k`` is not a positive integer; or as for :meth:`scores`.
+            UsageError: A number is not a positive integer; or as for :meth:`scores`.
         """
         count = self.count_of(queries)
-        require_count(k)
+        require_count(k, rows)
         values, done = torch.zeros(count, 0, device="cpu"), 0
         places = values.long()
         product = forms.cosines if cosine else forms.inner
@@ -331,11 +335,6 @@ class GradientStore:
             ) from error
         columns = self.index()
         return pyarrow.table({**columns, "identity": [*map(str, columns["identity"])]})
-
-    def _tidy(self) -> None:
-        """Remove what a killed run of this process has left unfinished."""
-        for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
-            path.unlink(missing_ok=True)
 
     def _check_shapes(self, gradients: Mapping[str, Value], samples: int) -> None:
         lengths = {name: len(value) for name, value in gradients.items()}

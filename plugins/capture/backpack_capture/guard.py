@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_capture import _torch
-from backpack_capture.nested import is_plain
-from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_compiler, is_record, names_in
+from backpack_capture.nested import is_plain, is_short_array
+from backpack_capture.watch import (
+    DEEPEST,
+    HOOKS,
+    OF_ALL,
+    Watch,
+    attributes_of,
+    is_compiler,
+    names_in,
+)
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
 from backpack_products.tuning import memory_budget
@@ -169,7 +179,9 @@ class Guard:
 
 
 def _same(value: Any, known: Any) -> bool:
-    return type(value) is type(known) and bool(value == known)
+    if type(value) is not type(known) or value != known:
+        return False
+    return bool(value) or repr(value) == repr(known)  # zero may be negative
 
 
 def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> Any:
@@ -181,30 +193,36 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
         names: The attributes of objects that count; ``None`` for all.
     """
     if is_plain(value):
-        return type(value), value
+        return type(value), value or repr(value)
     if isinstance(value, (set, frozenset)):
         return type(value), {*value}
+    if is_short_array(value):
+        return type(value), value.dtype, value.shape, value.tobytes()
     if not deepest:
         return _Same(value)
 
     def inner(item: Any) -> Any:
         return _form(item, deepest - 1, names)
 
-    def attributes() -> list[Any]:
-        table = vars(value)
+    table = attributes_of(value)
+    if table is None:
+        attributes = []
+    else:
         shown = table if names is None else [name for name in table if name in names]
-        return [(name, inner(table[name])) for name in shown]
+        attributes = [(name, inner(table[name])) for name in shown]
 
-    if isinstance(value, (list, tuple)):
-        return type(value), [*map(inner, value)], attributes() if is_record(value) else ()
+    if isinstance(value, (list, tuple, deque)):
+        return type(value), [*map(inner, value)], attributes
     if isinstance(value, dict):
         items = [(key, inner(item)) for key, item in value.items()]
-        return type(value), items, attributes() if is_record(value) else ()
+        return type(value), items, attributes
     if isinstance(value, types.MethodType):
         return _Same(value.__func__), inner(value.__self__)
+    if isinstance(value, ContextVar):
+        return _Same(value), inner(value.get() if value in copy_context() else None)
     if isinstance(value, functools.partial):
         return [*map(inner, (value.func, value.args, value.keywords))]
-    return (_Same(value), attributes()) if is_record(value) else _Same(value)
+    return _Same(value) if table is None else (_Same(value), attributes)
 
 
 class _Same:

@@ -16,6 +16,7 @@ from torch import Tensor
 Rebuild = Callable[[Sequence[Any]], Any]
 
 _PLAIN: Final = (int, float, bool, complex, str, bytes, type(None))
+LONGEST: Final = 2**16  # bytes of an array
 _PLAIN_OF_TORCH: Final = (torch.dtype, torch.device, torch.layout, torch.Size)
 
 
@@ -26,6 +27,11 @@ class HoldsCode(Exception):
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a string, or the like."""
     return type(value) in _PLAIN or isinstance(value, _PLAIN_OF_TORCH)
+
+
+def is_short_array(value: Any) -> bool:
+    """Whether a value is an array or a number of NumPy, not too long to be compared each time."""
+    return type(value).__module__ == "numpy" and getattr(value, "nbytes", LONGEST + 1) <= LONGEST
 
 
 class Apart:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backpack_capture.nested import is_plain
+from backpack_capture.nested import is_plain, is_short_array
 from backpack_capture.recorder import Recorder
 
 # Methods by which numbers leave torch: what is computed from them elsewhere is not seen.
@@ -59,7 +59,7 @@ _MAKING: Final = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tenso
 def _is_number(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_number, value))
-    return is_plain(value) or type(value).__module__ == "numpy"
+    return is_plain(value) or is_short_array(value)
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_capture import _torch
+from backpack_capture.nested import is_plain
 from backpack_core import Extension
 
 OF_ALL: Final = frozenset(vars(Module()))
@@ -145,34 +148,51 @@ _INSTALLED: Final = tuple({sysconfig.get_path(key) for key in ("stdlib", "pureli
 def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[type]]:
     """The user's functions and classes among values, and those that these refer to.
 
-    A method of a class counts if a function names it, or if operations call it.
+    A method of a class, or a function in an attribute of an object, counts if a function names it,
+    or if operations call it; one in an attribute of a module, or in a container, always counts.
     """
     functions, classes = dict[int, types.FunctionType](), dict[int, type]()
     first = {id(getattr(value, "__func__", value)) for value in values}  # of any origin
-    todo, methods = [*values], list[tuple[str, Any]]()
+    todo, members, seen = [*values], list[tuple[str, Any]](), dict[int, Any]()
     while todo:
         value = todo.pop()
-        if isinstance(value, types.MethodType):
+        is_new = id(value) not in seen and not is_plain(value)
+        seen[id(value)] = value
+        if not is_new or isinstance(value, Tensor):
+            pass
+        elif isinstance(value, types.MethodType):
             todo += [value.__func__, value.__self__]
         elif isinstance(value, functools.partial):
             todo += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.FunctionType):
-            if id(value) not in functions and (id(value) in first or _is_users(value)):
+            if id(value) in first or _is_users(value):
                 functions[id(value)] = value
                 todo += _referred(value)
         else:
+            todo += _held(value)
             kind = value if isinstance(value, type) else type(value)
             for base in [k for k in kind.__mro__ if id(k) not in classes]:
                 own = [(name, _function_of(f)) for name, f in vars(base).items()]
                 own = [(name, f) for name, f in own if _is_users(f)]
                 if own:
                     classes[id(base)] = base
-                    methods += own
+                    members += own
+            members += (attributes_of(value) or {}).items()
         if not todo:
             named = {name for f in functions.values() for name in names_in(f.__code__)}
-            todo = [f for name, f in methods if name in named or _is_implicit(name)]
-            todo = [f for f in todo if id(f) not in functions]
+            todo = [item for name, item in members if name in named or _is_implicit(name)]
+            todo = [item for item in todo if id(item) not in seen]
     return [*functions.values()], [*classes.values()]
+
+
+def _held(value: Any) -> list[Any]:
+    """What a container holds, or a module in attributes of its own."""
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [*value]
+    if isinstance(value, dict):
+        return [*value.values()]
+    is_module = isinstance(value, Module) and not is_compiler(value)
+    return [item for name, item in vars(value).items() if name not in OF_ALL] if is_module else []
 
 
 def _is_implicit(name: str) -> bool:
@@ -218,10 +238,18 @@ _NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType
 # Values --------------------------------------------------------------------------------------
 
 
-def is_record(value: Any) -> bool:
-    """Whether an object consists of its attributes, as settings do."""
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that consists of them, as settings do; ``None`` for others."""
     is_ours = type(value).__module__.startswith("backpack_capture")  # a step counts its replays
-    return hasattr(value, "__dict__") and not (is_ours or isinstance(value, _NO_RECORDS))
+    if is_ours or isinstance(value, _NO_RECORDS):
+        return None
+    if hasattr(value, "__dict__"):
+        table: dict[str, Any] = vars(value)
+        return table
+    if not is_dataclass(value):
+        return None
+    names = [field.name for field in fields(value)]  # it has slots
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
@@ -230,6 +258,6 @@ def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
     elif deepest:
         inner = [*value] if isinstance(value, (list, tuple)) else []
         inner += [*value.values()] if isinstance(value, dict) else []
-        inner += [*vars(value).values()] if is_record(value) else []
+        inner += (attributes_of(value) or {}).values()
         for item in inner:
             yield from _tensors_in(item, deepest - 1)

@@ -248,6 +248,8 @@ def _pairs_lookup(
         return _lookup_with_dense(first.out[0], first.row, second.values[0])
     if not isinstance(second, LookupProduct):
         return None
+    if not second.row.numel():
+        return first.new_zeros(first.samples, second.samples)
     parts = [first.new_zeros(first.samples, 0)]
     for rows, table in tables(second):
         place = torch.searchsorted(rows, first.row.contiguous()).clamp(max=len(rows) - 1)
@@ -261,6 +263,8 @@ def _lookup_with_dense(out: Tensor, row: Tensor, other: Tensor) -> Tensor:
     """``Σ_k ⟨out[n, k], D[m, row[n, k]]⟩`` with ``D`` ``[M, num, dim]``. Shape ``[N, M]``."""
     samples, count, dim = out.shape
     total = out.new_zeros(samples, len(other))
+    if not count:
+        return total
     few = CACHE // max(1, count * len(other) * dim * out.element_size())
     for some in slices(samples, few):
         seen = other[:, row[some].flatten()].transpose(0, 1)  # [n · K, M, dim]

@@ -21,7 +21,7 @@ from backpack_firstorder.squares import SquaresExtension
 from backpack_firstorder.tokens import Per, as_per, entries_of
 from backpack_products import SampleProduct
 from backpack_products.affine import AffineProduct
-from backpack_products.contractions import products, slices
+from backpack_products.contractions import is_empty, products, slices
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct
 from backpack_products.tuning import memory_budget
@@ -90,6 +90,8 @@ def _of_term(sketch: Sketch, term: SampleProduct) -> Tensor:
     if isinstance(term, LookupProduct):
         return sketch.lookup(term)
     if isinstance(term, AffineProduct) and term.inp is not None and term.has_rows:
+        if is_empty(term.out, term.inp):
+            return term.new_zeros(term.samples, sketch.dim)
         if sketch.is_cheaper_by_factors(term.positions, term.sizes[0]):
             return sketch.affine(term.out[0], term.inp)
         return _by_features(sketch, term)

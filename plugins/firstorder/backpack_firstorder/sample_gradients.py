@@ -21,11 +21,11 @@ from backpack_firstorder.terms import (
     FORMS,
     Index,
     chosen_by,
-    form_of,
     fresh,
     kept,
     mapped,
     matrix_shape,
+    numbered,
     side_by_side,
     state_of,
     tensors_of,
@@ -124,8 +124,8 @@ class SampleGradients:
         parts = [part.to(dtype=dtype, device=parts[0].device) for part in parts]
         forms: dict[Any, list[SampleProduct | None]] = {}
         for place, part in enumerate(parts):
-            for term in part._terms:
-                forms.setdefault(form_of(term), [None] * len(parts))[place] = term
+            for key, term in numbered(part._terms):
+                forms.setdefault(key, [None] * len(parts))[place] = term
         counts = [len(part) for part in parts]
         return cls(side_by_side(terms, counts) for terms in forms.values())
 
@@ -229,8 +229,8 @@ class SampleGradients:
         if weights.dim() not in (1, 2) or weights.shape[-1] != len(self):
             what = f"[N] or [K, N] with N = {len(self)}"
             raise ShapeError(f"weighted_sum takes weights {what}. Got {[*weights.shape]}.")
-        some = weights.detach().to(self.device, self.dtype)
-        sums = weighted_sum(self.product(), some.reshape(-1, 1, len(self)))
+        some = weights.detach().to(self.device, self.dtype).unsqueeze(-2)
+        sums = weighted_sum(self.product(), some if some.dim() == 3 else some.unsqueeze(0))
         return sums if weights.dim() == 2 else sums.squeeze(0).clone()
 
     @torch.no_grad()

@@ -92,8 +92,8 @@ class Kronecker(Sketch):
 
     def _rows(self, rows: Tensor, like: Tensor) -> Tensor:
         if self._fits:
-            sign = signs(self.key("entries"), rows).to(like.dtype).unsqueeze(1)
-            return like.new_zeros(len(rows), self.dim).scatter_(1, rows.unsqueeze(1), sign)
+            sign = signs(self.key("entries"), rows).to(like.dtype).unsqueeze(-1)
+            return like.new_zeros(*rows.shape, self.dim).scatter_(-1, rows.unsqueeze(-1), sign)
         places = places_of(rows, self.sizes[0])
         return signs(self.key("rows"), places).div_(sqrt(self.sizes[0])).to(like.dtype)
 

@@ -7,7 +7,8 @@ indexed, joined, moved and stored by name.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from math import prod
 from typing import Any, TypeAlias
@@ -109,10 +110,12 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
         IndexError: No sample has this number.
     """
     if isinstance(index, slice):
-        return index
-    if isinstance(index, Sequence):
+        if index.step is None or index.step > 0:
+            return index
+        index = range(samples)[index]  # tensors cannot be read backwards
+    if isinstance(index, Iterable) and not isinstance(index, Tensor):  # arrays of NumPy, too
         chosen = torch.as_tensor([*index], device=device)
-        index = chosen if len(index) else chosen.long()
+        index = chosen if len(chosen) else chosen.long()
     if isinstance(index, Tensor):
         if index.dim() > 1 or (index.dtype == torch.bool and index.shape != (samples,)):
             raise IndexError(
@@ -135,9 +138,13 @@ def mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
     return term_of(FORMS[type(term)], tensors, term.shape)
 
 
-def form_of(term: SampleProduct) -> Any:
-    """A key that is the same for terms whose factors can be concatenated."""
-    return (type(term), term.sizes if isinstance(term, AffineProduct) else None)
+def numbered(terms: Iterable[SampleProduct]) -> Iterator[tuple[Any, SampleProduct]]:
+    """The terms of one set, each with a key: terms with equal keys can be concatenated."""
+    seen = Counter[Any]()
+    for term in terms:
+        form = type(term), term.sizes if isinstance(term, AffineProduct) else None
+        yield (*form, seen[form]), term
+        seen[form] += 1
 
 
 def side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -> SampleProduct:
@@ -153,8 +160,10 @@ def side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -
             tensor = first[:0] if term is None else dict(tensors_of(term))[name]
             length = first.shape[1:] if is_formed else (positions, *first.shape[2:])
             filled = first.new_zeros(count, *length)
-            if term is not None:
-                filled[(slice(None), slice(0, tensor.shape[1]))[: tensor.dim()]] = tensor
+            if term is not None and is_formed:
+                filled = tensor
+            elif term is not None:
+                filled[:, : tensor.shape[1]] = tensor
             parts.append(filled)
         joined[name] = torch.cat(parts)
     return term_of(FORMS[type(like)], joined, like.shape)

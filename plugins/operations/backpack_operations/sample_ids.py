@@ -96,7 +96,9 @@ def through_node(
         return _picked(first, nodes.picks_of(node), _operand_shape(node, position), rows)
     is_by_rows = len(shape) > 1 and not any(map(are_elsewhere, known.values()))
     if operation == "IndexAdd" and is_by_rows and nodes.axes_of(node) == [0]:
-        return _added(known, node._saved_index.cpu(), shape, rows)  # type: ignore[attr-defined]
+        index = node._saved_index  # type: ignore[attr-defined]
+        # It is not saved if constant rows are added, as those of a frozen expert.
+        return first if index is None else _added(known, index.cpu(), shape, rows)
     if operation in nodes.LINEAR:
         return _through_linear(node, output_nr, known, rows)
     return _depending(node, output_nr, known, rows)

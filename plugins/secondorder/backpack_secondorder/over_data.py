@@ -25,7 +25,12 @@ from backpack_core.errors import UsageError
 from backpack_interplay.compiled import uncompiled
 from backpack_products.values import at_least_single
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser
-from backpack_secondorder.determinism import Passes, require_deterministic
+from backpack_secondorder.determinism import (
+    Passes,
+    require_deterministic,
+    require_parameters,
+    require_present,
+)
 from backpack_secondorder.jacobians import (
     Forward,
     Jacobian,
@@ -89,7 +94,7 @@ class DataOperator(LinearOperator):
         chosen = [p for p in model.parameters() if p.requires_grad]
         self.parameters = chosen if parameters is None else [*parameters]
         self.names = tuple(names.get(id(p), "") for p in self.parameters)
-        _check_parameters(self.parameters, self.names)
+        require_parameters(self.parameters, self.names)
         require_deterministic(model)
         self.shapes = tuple(p.shape for p in self.parameters)
         self.by_parameter = by_parameter
@@ -150,6 +155,7 @@ class DataOperator(LinearOperator):
     ) -> list[Tensor]:
         total: list[Tensor] | None = None
         divisor = 0.0
+        require_present(self._model, self.parameters, self.names)
         with (
             self._passes.one() as record,
             suspended(),
@@ -340,20 +346,3 @@ class Hessian(DataOperator):
 
 def _added(total: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
     return [a.add_(b) for a, b in zip(total, parts, strict=True)]
-
-
-def _check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    if not parameters:
-        raise UsageError("A matrix over parameters needs at least one that is trained. Got none.")
-    for position, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-        where = repr(name) if name else f"at position {position} of parameters"
-        if not name:
-            raise UsageError(f"The tensor {where} is not a parameter of the model.")
-        if not parameter.requires_grad:
-            raise UsageError(f"The parameter {where} is frozen: leave it out of parameters.")
-        if parameter.dtype != parameters[0].dtype or parameter.device != parameters[0].device:
-            raise UsageError(
-                "Parameters of one matrix must have one precision and device. Got "
-                f"{parameters[0].dtype} on {parameters[0].device}, and {parameter.dtype} on "
-                f"{parameter.device} for {where}: choose with parameters=[...]."
-            )
