@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from threading import Lock
+from threading import Lock, local
 from types import FrameType
 from typing import Any
 
@@ -61,6 +61,10 @@ def keeps_graph() -> bool:
     return torch.is_grad_enabled() or _keeps_graph()
 
 
+# ``refusal``: makes the error for a pass that would add to ``.grad`` on this thread.
+here = local()
+
+
 class EngineEntry:
     """A context manager that replaces the function by which torch enters its autograd engine.
 
@@ -81,6 +85,8 @@ class EngineEntry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch to run the engine."""
+        if kwargs.get("accumulate_grad") and (refusal := getattr(here, "refusal", None)):
+            raise refusal()
         return self._function(self._original, *args, **kwargs)
 
     def __enter__(self) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from backpack_core._torch import saving_hooks
-from backpack_products.values import is_onednn_on
+from backpack_products.values import is_onednn_on, saving_hooks
 
 # Where steps are recorded.
 DEVICES: Final = ("cpu", "cuda")

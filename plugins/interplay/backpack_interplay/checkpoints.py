@@ -200,11 +200,12 @@ class SavedByNode:
         """Save a tensor, which is an input of the node."""
         leaf = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
-            self._node: Any = _Saving.apply(leaf, tensor).grad_fn  # type: ignore[no-untyped-call]
+            # It owns the node.
+            self._output: Any = _Saving.apply(leaf, tensor)  # type: ignore[no-untyped-call]
 
     def unpack(self) -> Tensor:
         """Return the tensor; can be called any number of times."""
-        saved: tuple[Tensor] = self._node.saved_tensors
+        saved: tuple[Tensor] = self._output.grad_fn.saved_tensors
         return saved[0]
 
 
