@@ -479,6 +479,7 @@ def test_changed(name: str) -> None:
     assert now.run() or name == "plugins_changed"  # the graph is still there
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_hooks_are_seen_where_torch_does_not_tell_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch 2.6."""
     monkeypatch.setattr(_torch, "_top_hooks", _torch.any_hooks)

@@ -184,8 +184,8 @@ def test_targets_that_are_those_of_all_samples(reduction: str) -> None:
     """Outputs [N, 1] and targets [N] make [N, N] losses: no batch says what the whole is."""
     x, y = data()
     model, lossfunc = nn.Sequential(nn.Flatten(), nn.Linear(9, 1)).double(), nn.MSELoss
+    batches = [(x, y.double())]
     with pytest.raises(UnsupportedError, match="target has shape"):
-        batches = [(x, y.double())]
         accumulate(model, lossfunc(reduction=reduction), batches, SumGradSquared(), progress=False)
 
 

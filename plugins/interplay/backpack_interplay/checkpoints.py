@@ -188,7 +188,7 @@ class _Saving(torch.autograd.Function):
     """An operation that does nothing but save a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
         return leaf.detach()
 
