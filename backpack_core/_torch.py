@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from threading import Lock
+from threading import Lock, local
 from types import FrameType
 from typing import Any
 
@@ -61,6 +61,10 @@ def keeps_graph() -> bool:
     return torch.is_grad_enabled() or _keeps_graph()
 
 
+# ``refusal``: makes the error for a pass that would add to ``.grad`` on this thread.
+here = local()
+
+
 class EngineEntry:
     """A context manager that replaces the function by which torch enters its autograd engine.
 
@@ -81,6 +85,8 @@ class EngineEntry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch to run the engine."""
+        if kwargs.get("accumulate_grad") and (refusal := getattr(here, "refusal", None)):
+            raise refusal()
         return self._function(self._original, *args, **kwargs)
 
     def __enter__(self) -> None:
@@ -227,9 +233,23 @@ def class_of(module: Module) -> type[Module]:
     return original
 
 
-# Torch 2.6 does not tell; there, a library puts another function in its place.
-_top_hooks: Any = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+def any_hooks(ignore_is_tracing: bool) -> tuple[()] | None:
+    """What torch 2.6 tells: an empty tuple if saved-tensor hooks are active, ``None`` if not."""
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():  # where they are forbidden, there are none
+        return None
+    try:
+        autograd._saved_tensors_hooks_disable("hooks are active")  # raised if they are
+        return None
+    except RuntimeError:
+        return ()
+    finally:
+        autograd._saved_tensors_hooks_enable()
+
+
+# With torch 2.6, a library that notes them puts another function in its place.
+_top_hooks: Callable[[bool], tuple[Any, ...] | None] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", any_hooks
 )
 
 
@@ -239,7 +259,6 @@ def saving_hooks() -> tuple[Any, ...] | None:
     Called for every call that is recorded.
     """
     try:
-        hooks: tuple[Any, ...] | None = _top_hooks(False)
+        return _top_hooks(False)
     except TypeError:  # the function is private, and its arguments have changed before
         return ()
-    return hooks

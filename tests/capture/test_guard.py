@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from backpack_capture import CapturedStep, capture
-from backpack_core import backpack, extend
+from backpack_core import _torch, backpack, extend
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_products.tuning import memory_budget, set_memory_budget
@@ -477,6 +477,13 @@ def test_changed(name: str) -> None:
     with block:
         assert not now.run()
     assert now.run() or name == "plugins_changed"  # the graph is still there
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_are_seen_where_torch_does_not_tell_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.6."""
+    monkeypatch.setattr(_torch, "_top_hooks", _torch.any_hooks)
+    test_changed("saved_tensor_hooks")
 
 
 @pytest.mark.parametrize("name", ["parameter_replaced", "buffer_replaced", "module_replaced"])

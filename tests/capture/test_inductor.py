@@ -23,6 +23,7 @@ from backpack_products.tuning import CACHE, memory_budget, piece_size, unsplit
 from tests.capture.nets import NETS
 from tests.capture.test_exact import made
 from tests.devices import rng_state
+from tests.versions import needs_compiler
 
 Function = Callable[..., Any]
 
@@ -71,6 +72,7 @@ class Pair:
         assert self.step.wait(600)
 
 
+@needs_compiler
 @pytest.mark.host("steps on a GPU are not timed")
 def test_compiled_code_that_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("mlp", "BatchGrad")
@@ -90,6 +92,7 @@ def test_compiled_code_that_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -
     assert "times as long as recorded operations" in pair.step.report()
 
 
+@needs_compiler
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("net", "names"),
@@ -113,6 +116,7 @@ def test_quantities(net: str, names: tuple[str, ...]) -> None:
     assert re.search(r"compiled by Inductor in \d+ s", pair.step.report()), pair.step.report()
 
 
+@needs_compiler
 @pytest.mark.long
 def test_what_is_read_is_compared_afterwards() -> None:
     pair = Pair("mlp", "BatchGrad", scale=lambda x: 2.0 if x.sum() > 20 else 1.0)
@@ -124,6 +128,7 @@ def test_what_is_read_is_compared_afterwards() -> None:
     assert "4 run again" in report
 
 
+@needs_compiler
 def test_a_compiler_that_fails_leaves_the_recorded_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "_WORKER", "raise SystemExit('no compiler is here')")
     pair = Pair("mlp", "BatchGrad")
@@ -134,6 +139,7 @@ def test_a_compiler_that_fails_leaves_the_recorded_graph(monkeypatch: pytest.Mon
     assert "graph of" in report
 
 
+@needs_compiler
 def test_what_cannot_be_compiled_is_said() -> None:
     pair = Pair("mlp", "BatchGrad", scale=lambda x: x[x > -1].sum())
     for seed in range(6):
@@ -142,6 +148,7 @@ def test_what_cannot_be_compiled_is_said() -> None:
     assert pair.step.wait()
 
 
+@needs_compiler
 def test_compiled_code_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("mlp", "BatchGrad")
 
@@ -160,6 +167,7 @@ def test_compiled_code_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert "not compiled: its graph gave something other than the engine" in pair.step.report()
 
 
+@needs_compiler
 def test_a_step_that_is_gone_stops_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "_WORKER", "import time; time.sleep(600)")
     pair = Pair("mlp", "BatchGrad")
@@ -188,6 +196,13 @@ def test_words() -> None:
         capture(lambda x: x, nn.Linear(1, 1), made("BatchGrad"), compile="fast")
 
 
+def test_older_torch_has_no_such_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._inductor, "standalone_compile", raising=False)
+    with pytest.raises(UsageError, match=r"needs torch 2\.8 or later.* leave out compile="):
+        capture(lambda x: x, nn.Linear(1, 1), made("BatchGrad"), compile="inductor")
+
+
+@needs_compiler
 def test_no_warning_says_what_the_report_says() -> None:
     """The engine does not run in its place: nothing is slower than without ``compile``."""
     with warnings.catch_warnings():

@@ -16,6 +16,7 @@ from backpack_core import backpack, extend
 from backpack_core.extensions import BatchL2Grad, TaskDotGrad, TaskGrad
 from backpack_products import multiply
 from backpack_products._torch import onednn_linear
+from tests.versions import needs_compiler
 
 TASKS, SAMPLES, WIDTH = 6, 96, 176
 
@@ -50,7 +51,7 @@ def _found(model: nn.Module) -> list[Tensor]:
     return [getattr(p, name).clone() for p in model.parameters() for name in names]
 
 
-@pytest.mark.parametrize("compile", [None, "inductor"])
+@pytest.mark.parametrize("compile", [None, pytest.param("inductor", marks=needs_compiler)])
 def test_replays_are_what_the_engine_computes(faster: bool, compile: Any) -> None:
     if compile and not shutil.which("g++"):
         pytest.skip("nothing to compile with")

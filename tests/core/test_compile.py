@@ -21,6 +21,7 @@ from backpack_data import accumulate
 from backpack_secondorder.over_data import GGN
 from tests import oracle
 from tests.cases import Problem, classification, mlp
+from tests.versions import is_older
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,10 @@ def test_a_block_inside_compiled_code_is_refused(fullgraph: bool) -> None:
             problem.loss().backward()
 
     expected: type[Exception] = torch._dynamo.exc.Unsupported if fullgraph else UsageError
-    with pytest.raises(expected, match=r"inside a function that torch\.compile compiles"):
+    # The compiler of torch 2.6 does not get as far, and says what it cannot compile before.
+    is_sooner = fullgraph and is_older("2.7")
+    said = None if is_sooner else r"inside a function that torch\.compile compiles"
+    with pytest.raises(expected, match=said):
         step()
 
 

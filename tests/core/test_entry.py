@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
     "method": lambda loss, _: loss.backward(),
     "backward": lambda loss, _: backward(loss),
     "given": lambda loss, _: backward([loss], [torch.ones_like(loss)]),
-    "edge": lambda loss, _: backward(get_gradient_edge(loss)),
+    "edge": lambda loss, _: backward([get_gradient_edge(loss)], [torch.ones_like(loss)]),
     "inputs": lambda loss, parameters: loss.backward(inputs=parameters),
     "grad": lambda loss, parameters: grad(loss, parameters),
     "outputs": lambda loss, parameters: grad(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from backpack_core import _torch, backpack, disable, extend, is_extended
@@ -315,6 +315,38 @@ def test_what_was_overwritten_inside_is_refused() -> None:
     # Else what is written would come after the last tensor that is saved.
     with refused, set_checkpoint_early_stop(False):
         classification(net, (3,)).run(BatchGrad())
+
+
+@pytest.mark.parametrize("way", [*WAYS, *HOOKS])
+@pytest.mark.host("a hook of it moves tensors to there")
+def test_a_node_saves_where_torch_has_no_function(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch 2.6."""
+    monkeypatch.setattr(checkpoints, "_make", checkpoints.SavedByNode)
+    if way in WAYS:
+        problem(WAYS[way]).check()
+        test_between_the_passes_only_what_checkpoints_keep_is_alive(way)
+    else:
+        test_hooks_of_users(way)
+        test_hooks_of_users_take_what_calls_keep()
+
+
+def test_torch_tells_whether_there_are_hooks() -> None:
+    """All that torch 2.6 tells by itself; asking changes nothing."""
+    assert _torch.any_hooks(False) is None
+    with save_on_cpu():
+        for _ in range(2):
+            assert _torch.any_hooks(False) == ()
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert _torch.any_hooks(False) == ()
+    assert _torch.any_hooks(False) is None
+    with disable_saved_tensors_hooks("not here"):
+        assert _torch.any_hooks(False) is None
+        with pytest.raises(RuntimeError, match="not here"), save_on_cpu():
+            pass
+    with ThreadPoolExecutor(1) as pool, save_on_cpu():
+        assert pool.submit(_torch.any_hooks, False).result() is None
 
 
 def test_hooks_are_known_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from backpack_data import Quantities, accumulate
 from backpack_secondorder.over_data import Fisher
 from tests.data.problems import DETERMINISTIC, assert_same, batches, data, expected, loss, net
 from tests.data.workers import BOUND, KINDS, OPTIONS, SHARDED, start
+from tests.versions import needs_shards
 
 pytestmark = [
     pytest.mark.skipif(
@@ -49,6 +50,7 @@ def test_one_pass_under_data_parallel(ranks: int, tmp_path: Path):
                 assert_same(value, wanted[place])
 
 
+@needs_shards
 @pytest.mark.parametrize("ranks", [1, 2, FOUR])
 def test_one_pass_in_shards(ranks: int, tmp_path: Path):
     wanted = expected([e() for e in DETERMINISTIC], *data())
@@ -65,6 +67,7 @@ def test_one_pass_in_shards(ranks: int, tmp_path: Path):
             assert_same(value, wanted[place], 1e-5)
 
 
+@needs_shards
 def test_what_is_drawn_and_what_has_a_threshold(tmp_path: Path):
     run("others_in_shards", tmp_path, 2)
     exact = expected([KFLR(), DiagGGNExact(), BatchDiagGGNExact()], *data())
@@ -99,6 +102,7 @@ def test_operators(tmp_path: Path):
         assert_same(torch.load(tmp_path / f"operators-{rank}.pt")["sampled"], sampled)
 
 
+@needs_shards
 @pytest.mark.parametrize("ranks", [2, FOUR])
 def test_over_data_in_shards(ranks: int, tmp_path: Path):
     run("over_data_in_shards", tmp_path, ranks)
@@ -131,7 +135,7 @@ def test_over_data_without_what_the_sampler_repeats(ranks: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["killed", pytest.param("killed_in_shards", marks=pytest.mark.long)]
+    "name", ["killed", pytest.param("killed_in_shards", marks=[pytest.mark.long, needs_shards])]
 )
 def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
     first, second = start(name, tmp_path, 2)
@@ -153,7 +157,7 @@ def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
     "name",
     [
         "without_weight_accumulated",
-        "without_weight_in_shards",
+        pytest.param("without_weight_in_shards", marks=needs_shards),
         "without_weight_combined",
         "without_weight_reduced",
         "unreadable",

@@ -191,8 +191,9 @@ def test_targets_that_are_those_of_all_samples(reduction: str) -> None:
     """Outputs [N, 1] and targets [N] make [N, N] losses: no batch says what the whole is."""
     x, y = data()
     model, lossfunc = nn.Sequential(nn.Flatten(), nn.Linear(9, 1)).double(), nn.MSELoss
+    batches = [(x, y.double())]
     with pytest.raises(UnsupportedError, match="target has shape"):
-        accumulate(model, lossfunc(reduction=reduction), [(x, y)], SumGradSquared(), progress=False)
+        accumulate(model, lossfunc(reduction=reduction), batches, SumGradSquared(), progress=False)
 
 
 def test_what_has_no_trained_parameters_or_is_a_class() -> None:

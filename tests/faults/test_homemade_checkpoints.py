@@ -34,17 +34,17 @@ class HomemadeCheckpoint(torch.autograd.Function):
             return function(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, begin: Any = Tensor.backward) -> Any:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             output = ctx.function(x)
-        output.backward(grad)
+        begin(output, grad)
         return None, x.grad
 
 
 class HomemadeCheckpointOfTensor(HomemadeCheckpoint):
-    """The tensor first."""
+    """The tensor first; the pass is begun as torch's own checkpoints begin theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -52,7 +52,7 @@ class HomemadeCheckpointOfTensor(HomemadeCheckpoint):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return HomemadeCheckpoint.backward(ctx, grad)[::-1]
+        return HomemadeCheckpoint.backward(ctx, grad, torch.autograd.backward)[::-1]
 
 
 class Checkpointed(nn.Module):

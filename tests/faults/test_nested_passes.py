@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack
@@ -25,6 +24,7 @@ from backpack_core.extensions import (
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
 from tests.faults.problems import KINDS, clipped, expect, middle
+from tests.versions import is_older
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 
@@ -127,7 +127,7 @@ def test_pass_after_a_failed_one(cause: str, kind: str) -> None:
 def begin(where: str, problem: Problem, inner: Callable[[], None]) -> dict[str, Any]:
     """Let ``inner`` be called once during the next backward pass; options for ``backpack``."""
     todo = [inner]
-    if where == "accumulated" and TorchVersion(torch.__version__) < (2, 7):
+    if where == "accumulated" and is_older("2.7"):
         pytest.skip("torch 2.6 by itself waits for ever where such a hook begins a pass")
 
     def run(*_: Any) -> None:

@@ -41,6 +41,7 @@ from backpack_core.extensions import (
 from tests import oracle
 from tests.cases import Net, classification
 from tests.faults.refusal import right_or_refused
+from tests.versions import is_older
 
 EXTENSIONS: list[Callable[[], Any]] = [
     BatchGrad, BatchL2Grad, BatchDotGrad, SumGradSquared, Variance, lambda: ClippedSumGrad(1.0),
@@ -78,8 +79,19 @@ def _exported_freely(model: nn.Module, x: Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "transform",
-    [_scripted, torch.jit.trace, _exported, _exported_freely],
-    ids=["script", "trace", "export", "export-free"],
+    [
+        pytest.param(_scripted, id="script"),
+        pytest.param(torch.jit.trace, id="trace"),
+        pytest.param(
+            _exported,
+            id="export",
+            marks=pytest.mark.skipif(
+                is_older("2.7"),
+                reason="torch 2.6 exports no model with a hook on its output with strict=True",
+            ),
+        ),
+        pytest.param(_exported_freely, id="export-free"),
+    ],
 )
 def test_transformed_models(transform: Any) -> None:
     """It works, or one sentence names what to do; the model itself stays as it was."""

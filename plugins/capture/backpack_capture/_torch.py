@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from backpack_products.values import is_onednn_on
+from backpack_products.values import is_onednn_on, saving_hooks
 
 # Where steps are recorded.
 DEVICES: Final = ("cpu", "cuda")
@@ -20,9 +20,6 @@ _tables = (
     torch_module._global_forward_pre_hooks,
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
-)
-_saved_tensor_hooks: Any = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
 _peek_transform: Any = torch._C._functorch.peek_interpreter_stack
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -61,7 +58,7 @@ def modes() -> tuple[Any, ...]:
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
         _peek_transform() is None,
-        _saved_tensor_hooks(True) is None,
+        saving_hooks() is None,
         *[tuple(table) for table in _tables],
     )
 
@@ -74,7 +71,7 @@ def is_ordinary() -> bool:
         and not torch.is_anomaly_enabled()
         and not torch._C._len_torch_dispatch_stack()
         and _peek_transform() is None
-        and _saved_tensor_hooks(True) is None
+        and saving_hooks() is None
         and not any(_tables)
     )
 

@@ -5,7 +5,8 @@ tensor would be missing when autograd needs it. The tensors of our calls are sav
 hooks.
 
 This file alone uses the private interface of checkpoints and of saved-tensor hooks. If a version of
-torch lacks it, a checkpoint returns a tensor once, and the tensors of calls stay in memory.
+torch lacks that of checkpoints, they return a tensor once. What torch 2.6 lacks of hooks, this file
+brings: which are active, and how to save a tensor through them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[mis
 
 
 @cache
-def watched_hooks() -> Callable[[bool], tuple[Any, Any] | None]:
-    """A function that returns the active saved-tensor hooks, for torch without one (2.6)."""
+def watched_hooks() -> Callable[[bool], tuple[Any, ...] | None]:
+    """A function that returns the active saved-tensor hooks, for torch without one (2.6).
+
+    The result is an empty tuple for hooks that were entered before this file was imported.
+    """
     autograd: Any = torch._C._autograd
     push, pop = (
         autograd._push_saved_tensors_default_hooks,
@@ -69,7 +73,7 @@ def watched_hooks() -> Callable[[bool], tuple[Any, Any] | None]:
 
     autograd._push_saved_tensors_default_hooks = pushed
     autograd._pop_saved_tensors_default_hooks = popped
-    return lambda _: (here.__dict__.get("stack") or (None,))[-1]
+    return lambda _: (here.__dict__.get("stack") or (_torch.any_hooks(True),))[-1]
 
 
 def let_checkpoints_give_again() -> None:
@@ -180,7 +184,32 @@ class SavedTensor(Protocol):
         """Return the tensor; can be called any number of times."""
 
 
-_make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+class _Saving(torch.autograd.Function):
+    """An operation that does nothing but save a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return leaf.detach()
+
+
+class SavedByNode:
+    """A saved tensor, for torch without a function that saves one (2.6): a node's."""
+
+    def __init__(self, tensor: Tensor, is_output: bool) -> None:
+        """Save a tensor, which is an input of the node."""
+        leaf = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            # It owns the node.
+            self._output: Any = _Saving.apply(leaf, tensor)  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> Tensor:
+        """Return the tensor; can be called any number of times."""
+        saved: tuple[Tensor] = self._output.grad_fn.saved_tensors
+        return saved[0]
+
+
+_make: Any = getattr(torch._C._autograd, "_make_saved_tensor", SavedByNode)
 # Attributes of a checkpoint's frame: the numbers of its saved tensors that are ours; and whether
 # nested re-entrant checkpoints became part of its graph.
 _OURS, _INNER = "_backpack_saved", "_backpack_inner"
@@ -234,7 +263,7 @@ def save(tensor: Tensor) -> SavedTensor | None:
     recomputation we save exactly where we saved in the forward pass.
     """
     hook = saving_hook()
-    if _make is None or hook is None or not (hook.is_foreign or hasattr(hook.frame, "__dict__")):
+    if hook is None or not (hook.is_foreign or hasattr(hook.frame, "__dict__")):
         return None
     if not hook.is_foreign:
         ours: set[int] = hook.frame.__dict__.setdefault(_OURS, set())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, will_execute
+from backpack_core._torch import Node, here, will_execute
 
 # The type of the nodes of in-place operations on a view.
 CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
@@ -63,6 +63,23 @@ def quiet_vmap() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_warning_enabled(True)
+
+
+@contextmanager
+def without_backward(refusal: Callable[[], Exception]) -> Iterator[None]:
+    """A block in which a pass that adds to ``.grad`` raises an error on this thread.
+
+    ``Tensor.backward`` and ``torch.autograd.backward`` do, ``torch.autograd.grad`` does not.
+
+    Args:
+        refusal: Makes the error.
+    """
+    before = getattr(here, "refusal", None)
+    here.refusal = refusal
+    try:
+        yield
+    finally:
+        here.refusal = before
 
 
 def will_get_gradient(tensor: Tensor) -> bool:

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node
@@ -20,7 +19,7 @@ from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
-from backpack_operations._torch import metadata_of, quiet_vmap
+from backpack_operations._torch import metadata_of, quiet_vmap, without_backward
 from backpack_operations.fused import fused_product
 from backpack_operations.nodes import NodeOutput
 from backpack_products.values import is_symbolic, largest, rounding_unit
@@ -124,7 +123,7 @@ def _formula(node: Node, outputs: list[int]) -> Formula:
             sent = result if isinstance(result, tuple) else (result,)
             return {i: g for i, g in enumerate(sent) if g is not None and edges[i][0] is not None}
         # The nodes of Python functions are called by ``apply``, which takes no ``None``.
-        with _WithoutBackward(node):
+        with without_backward(lambda: _adds_again(node)):
             result = node.apply(*nodes.filled(node, grads))  # type: ignore[attr-defined]
         return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
 
@@ -159,22 +158,13 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
             yield position, results[argument]
 
 
-class _WithoutBackward(TorchFunctionMode):
-    """Refuses ``backward()`` inside a formula, since each of our calls would add to ``.grad``."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__()
-        self._node = node
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call all other functions as usual."""
-        if func in (Tensor.backward, torch.autograd.backward):
-            raise refuse(
-                self._node,
-                "it runs a backward pass of its own, which would add to the gradients once more "
-                "(for checkpoints, use torch.utils.checkpoint(use_reentrant=False))",
-            )
-        return func(*args, **(kwargs or {}))
+def _adds_again(node: Node) -> BridgeError:
+    """The error for ``backward()`` inside a formula, since each of our calls would add again."""
+    return refuse(
+        node,
+        "it runs a backward pass of its own, which would add to the gradients once more "
+        "(for checkpoints, use torch.utils.checkpoint(use_reentrant=False))",
+    )
 
 
 def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from backpack_core._torch import kernels_of as kernels_of
 from backpack_core._torch import look_of as look_of
 from backpack_core._torch import peek_transform
+from backpack_core._torch import saving_hooks as saving_hooks
 
 
 def is_symbolic(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from backpack_products._torch import is_onednn_on as is_onednn_on
 from backpack_products._torch import is_symbolic as is_symbolic
 from backpack_products._torch import kernels_of as kernels_of
 from backpack_products._torch import look_of as look_of
+from backpack_products._torch import saving_hooks as saving_hooks
 
 
 def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
