@@ -81,6 +81,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+@pytest.mark.long
 def test_random_loops_of_hosts(request: pytest.FixtureRequest) -> None:
     first = request.config.getoption("--seed")
     count = max(LEAST, request.config.getoption("--nets") // SHARE)

@@ -253,8 +253,13 @@ CURVATURE = {
 }
 
 
+FEW = ("mlp", "cnn", "residual", "embedding", "tied", "encoder")
+
+
 @pytest.mark.parametrize("extension", CURVATURE)
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    "net", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in NETS]
+)
 def test_passes_without_autograd(net: str, extension: str) -> None:
     torch.manual_seed(0)
     model, batches = NETS[net].make(), [NETS[net].draw(4) for _ in range(PASSES)]

@@ -21,7 +21,7 @@ from backpack_core.errors import BackpackError, InternalError
 from tests.privacy.happenings import HAPPENINGS
 from tests.privacy.histories import DELTA, Reference, Setting
 
-SEEDS, BLOCKS = 6, 2
+SEEDS, BLOCKS = 4, 2
 STEPS = 14
 GIVES_UP = (  # true, and not what is tried here
     *("has not moved in", "has received only noise"),
