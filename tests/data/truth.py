@@ -135,7 +135,7 @@ def difference(given: Sum, found: Mapping[tuple[str, str], Any]) -> str:
 def _is_corrected(ours: Any, truth: Mapping[Any, Any], path: str, is_single: bool) -> bool:
     """Whether eigenvectors are those of the factors, and eigenvalues those of the whole block."""
     factors, block = truth[path, "KFLR"], truth[path, "SqrtGGNExact"]
-    whole = factors[0] if len(factors) == 1 else torch.kron(*factors)
+    whole = factors[0] if len(factors) == 1 else torch.kron(*(f.contiguous() for f in factors))
     sizes = [factor.shape[0] for factor in factors]
     unit = torch.eye(len(whole), dtype=ours.values.dtype).reshape(-1, *sizes)
     rows = ours.rotate(unit).double()  # [P, P]

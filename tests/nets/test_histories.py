@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from backpack_capture import visits
 from tests.nets.histories import CHANGES, PARTS, History
 
 PASSES = 40
@@ -20,6 +21,12 @@ SHARE, BLOCKS = 50, 2
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> None:
     """Histories keep their models until they end."""
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are recorded soon, since something changes after a few."""
+    monkeypatch.setattr(visits, "FIRST", 2)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
