@@ -5,23 +5,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.attribution.random_stores import fault_of
+from tests.drawn import judge, made
 
 SHARE, LEAST = 50, 6
 
 
 def test_random_stores(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(first, first + count):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            fault = fault_of(seed, folder)
-            assert not fault, fault
+    judge(request, SHARE, LEAST, lambda seed: fault_of(seed, made(tmp_path / str(seed))))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from random import Random
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from tests.capture import random_hosts
 from tests.capture.random_hosts import HostWorld
 from tests.capture.random_loops import CHANGES, GLOBAL, World
+from tests.drawn import judge
 
 SHARE, LEAST, STEPS = 75, 4, 40
 
@@ -83,23 +83,16 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.long
 def test_random_loops_of_hosts(request: pytest.FixtureRequest) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(first, first + count):
-            fault = fault_of_host(seed)
-            assert not fault, fault
+    judge(request, SHARE, LEAST, fault_of_host)
 
 
 def test_random_loops(request: pytest.FixtureRequest) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
-    replayed = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(first, first + count):
-            fault, times = fault_of(seed)
-            assert not fault, fault
-            replayed += times
-    assert replayed
+    replayed = list[int]()
+
+    def fault(seed: int) -> str:
+        found, times = fault_of(seed)
+        replayed.append(times)
+        return found
+
+    judge(request, SHARE, LEAST, fault)
+    assert any(replayed)

@@ -10,17 +10,13 @@ import warnings
 import pytest
 
 from tests.core.random_threads import ACTIONS, Thread, made, run
+from tests.drawn import judge
 
 SHARE, LEAST, COUNT, THREADS = 75, 4, 12, 3
 
 
 def test_random_threads(request: pytest.FixtureRequest) -> None:
-    first = request.config.getoption("--seed")
-    seeds = max(LEAST, request.config.getoption("--nets") // SHARE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(first, first + seeds):
-            run(seed, COUNT, THREADS)
+    judge(request, SHARE, LEAST, lambda seed: run(seed, COUNT, THREADS) or "")
 
 
 @pytest.mark.parametrize("name", ACTIONS)

@@ -19,6 +19,7 @@ from backpack_secondorder.over_data import GGN, Fisher, Hessian
 from tests import oracle
 from tests.data.random_sums import Sum
 from tests.data.truth import Truth
+from tests.drawn import judge
 
 SHARE, LEAST = 50, 12
 Change = Callable[[nn.Module], object]
@@ -135,8 +136,5 @@ def _starts(sizes: list[int]) -> list[int]:
 
 
 def test_random_operators(request: pytest.FixtureRequest) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
-    faults = [fault_of(seed) for seed in range(first, first + count)]
-    assert {*faults} <= {"", "refused"}, [*filter(None, faults)]
-    assert faults.count("") > count / 2
+    found = judge(request, SHARE, LEAST, fault_of)
+    assert found.count("") > len(found) / 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -30,6 +29,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_data import Quantities, accumulate, files
+from tests.drawn import judge, made
 
 SHARE, LEAST = 75, 4
 EXTENSIONS: list[Any] = [
@@ -160,15 +160,7 @@ def fault_of(seed: int, folder: Path) -> str:
 
 
 def test_random_resumption(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(first, first + count):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            fault = fault_of(seed, folder)
-            assert not fault, fault
+    judge(request, SHARE, LEAST, lambda seed: fault_of(seed, made(tmp_path / str(seed))))
     torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.drawn import judge
 from tests.firstorder.random_algebra import Algebra
 
 SHARE, LEAST, STEPS = 5, 60, 8
@@ -22,8 +23,4 @@ def fault_of(seed: int) -> str:
 
 
 def test_random_algebra(request: pytest.FixtureRequest) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
-    for seed in range(first, first + count):
-        fault = fault_of(seed)
-        assert not fault, fault
+    judge(request, SHARE, LEAST, fault_of)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.drawn import judge
 from tests.firstorder.random_tokens import fault_of
 
 SHARE, LEAST = 25, 12
 
 
 def test_random_tokens(request: pytest.FixtureRequest) -> None:
-    first = request.config.getoption("--seed")
-    count = max(LEAST, request.config.getoption("--nets") // SHARE)
-    faults = [fault_of(seed) for seed in range(first, first + count)]
-    assert {*faults} <= {"", "refused"}, [*filter(None, faults)]
-    assert faults.count("") > count / 2
+    found = judge(request, SHARE, LEAST, fault_of)
+    assert found.count("") > len(found) / 2

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from backpack_capture import capture
 from backpack_core import extend, unextend
 from backpack_optimizers import EKFAC, KFAC, LevenbergMarquardt
+from tests.drawn import Fault, check_refused
 from tests.optimizers.histories import (
     CLASSES,
     IN,
-    Fault,
     Found,
     Net,
     Plain,
     as_one,
-    check_refused,
     diverged,
     look,
     near,

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backpack_core.errors import BackpackError, InternalError
+from tests.drawn import Fault
 
 IN, CLASSES = 4, 3
-
-
-class Fault(AssertionError):
-    """What is wrong in a history."""
 
 
 class Net(nn.Module):
@@ -49,17 +45,6 @@ class Net(nn.Module):
             else:
                 x = x + self.more(x).sigmoid()
         return self.last(x)  # type: ignore[no-any-return]
-
-
-def check_refused(call: Callable[[], Any]) -> None:
-    """It raises one of our errors."""
-    try:
-        call()
-    except InternalError:
-        raise
-    except BackpackError:
-        return
-    raise Fault("nothing was raised")
 
 
 def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

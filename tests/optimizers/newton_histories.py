@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from backpack_optimizers import GaussNewton, LevenbergMarquardt
+from tests.drawn import Fault, check_refused
 from tests.optimizers.histories import (
     CLASSES,
     IN,
-    Fault,
     Net,
     adam,
-    check_refused,
     diverged,
     loss_hessians,
     near,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from backpack_core.errors import BackpackError
+from tests.drawn import Fault
 from tests.optimizers.factored_histories import HAPPENINGS, History
-from tests.optimizers.histories import Fault
 from tests.optimizers.newton_histories import HAPPENINGS as OF_NEWTON
 from tests.optimizers.newton_histories import NewtonHistory
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from backpack_capture import capture
-from backpack_core.errors import BackpackError, InternalError
+from backpack_core.errors import BackpackError
+from tests.drawn import Fault, check_refused
 from tests.privacy.happenings import HAPPENINGS
 from tests.privacy.histories import DELTA, Reference, Setting
 
@@ -27,10 +28,6 @@ GIVES_UP = (  # true, and not what is tried here
     *("has not moved in", "has received only noise"),
     "in a tensor that is computed from weights alone",  # as many positions as rows of users
 )
-
-
-class Fault(AssertionError):
-    """What is wrong in a history."""
 
 
 class History:
@@ -72,13 +69,7 @@ class History:
 
     def refuses(self, call: Callable[[], Any]) -> None:
         """It raises one of our errors, and changes nothing."""
-        try:
-            call()
-        except InternalError:
-            raise
-        except BackpackError:
-            return
-        raise Fault("nothing was raised")
+        check_refused(call)
 
     def begins(self) -> None:
         """A loop over the loader begins."""

@@ -62,7 +62,8 @@ class _VisitRecorder(Recorder):
         self.site: Site | None = None
         self.node: Node | None = None  # between calls, or inside of one that was visited before
         self.number: Number | None = None  # of this node
-        self.around: tuple[Stored, int] | None = None  # what this call has stored, and its visit
+        self.around: Stored | None = None  # what this call has stored
+        self.before = 0  # the visit that gets what is there before autograd is at this node
         self.between: dict[Node, int] = {}
         self.planned: Sequence[Tensor] = ()  # tensors whose numbers the plan determines
         # The gradients that autograd has brought to the output of a call, or to a node.
@@ -88,12 +89,8 @@ class _VisitRecorder(Recorder):
             elif slot is not None:
                 number = self._enter(tensor)
                 self.program.given.append(number)
-                visit = self.visits
-                if self.around is not None and slot.what != "arriving":
-                    visit = self.around[1]
-                elif self.node is not None and slot.what != "arriving":
-                    # Tensors saved by a node are read at the visit before autograd gets there.
-                    visit = max(self.visits - 1, 0)
+                is_now = self.node is None or slot.what == "arriving"
+                visit = self.visits if is_now else self.before
                 self.slots[number] = visit, slot._replace(layout=layout_of(tensor))
                 self.note_geometry(number, tensor)
         return super().number_of(tensor)
@@ -120,7 +117,7 @@ class _VisitRecorder(Recorder):
                     return Slot("arriving", (number, output_nr, tensor.shape, tensor.dtype))
             if isinstance(number, int):
                 return _saved("between", {self.node: number}, tensor)
-            return None if self.around is None else _stored(self.around[0], tensor)
+            return None if self.around is None else _stored(self.around, tensor)
         if self.site is None:
             return None
         if tensor is self.gradients[0]:
@@ -234,10 +231,9 @@ class Recording(Driver):
         site = self._sites[place]
         number = place, inside(site).index(node)
         self._forms[number] = form_inside(site, number[1])
-        self._recorder.around = view.stored, self._order.index(place)
         with self._at(node, number, laid_apart(grads)):
+            self._recorder.around, self._recorder.before = view.stored, self._order.index(place)
             self._read_inside(traversal, node, self._recorder.gradients)
-        self._recorder.around = None
         self._delay(traversal.sink.noted)
 
     def _delay(self, noted: Sequence[Result] | None) -> None:
@@ -252,10 +248,11 @@ class Recording(Driver):
         """A block that records what is computed at a node."""
         recorder = self._recorder
         recorder.node, recorder.number = node, number
+        recorder.before = max(recorder.visits - 1, 0)
         recorder.arrive(gradients)
         with seen_by(recorder), recorder:
             yield
-        recorder.node = recorder.number = None
+        recorder.node = recorder.number = recorder.around = None
 
     def _write_pause(self) -> None:
         self._recorder.program.steps += self._recorder.pauses
