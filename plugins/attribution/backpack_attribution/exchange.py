@@ -17,7 +17,7 @@ from torch import Tensor
 from backpack_attribution import forms
 from backpack_attribution.disk import atomically, write_json
 from backpack_attribution.forms import Value
-from backpack_attribution.identities import Identity
+from backpack_attribution.identities import Identity, bytes_of
 from backpack_attribution.shard import Block
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import UsageError
@@ -87,7 +87,7 @@ def _write_rows(store: GradientStore, path: Path) -> None:
     with path.open("wb") as file:
         for block in store.blocks():
             flat = [forms.dense(block.gradients[name]).flatten(1) for name in store.shapes]
-            file.write(_bytes_of(torch.cat(flat, 1)))
+            file.write(bytes_of(torch.cat(flat, 1)))
 
 
 def read_bergson(folder: str | Path, rows: int = 4096) -> Iterator[Block]:
@@ -177,7 +177,7 @@ def _write_record(handle: Path, record: dict[str, Any], dense: Mapping[str, Tens
     layers, offset = {}, 0
     with Path(f"{handle}.bin").open("wb") as file:
         for name, tensor in dense.items():
-            raw = _bytes_of(tensor)
+            raw = bytes_of(tensor)
             spec = {
                 "byte_off": offset,
                 "nbytes": len(raw),
@@ -251,11 +251,6 @@ def _layer(whole: Tensor, layer: Mapping[str, Any], kind: str, name: str) -> Val
         )
     out, inp = (t.unsqueeze(1) if t.dim() == 2 else t for t in (outputs, inputs))
     return SampleGradients.from_factors(out, inp)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.flatten().clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:

@@ -86,8 +86,7 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield _kind(value.dtype, value.shape)
-        flat = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-        yield flat.view(torch.uint8).numpy().tobytes()  # one entry may have any stride otherwise
+        yield bytes_of(value)
     elif isinstance(value, Mapping):
         for key, part in sorted(_unpadded(value).items()):
             yield repr(key).encode()
@@ -181,6 +180,13 @@ def place_of(name: Identity) -> tuple[bool, Any, int]:
         return isinstance(name, str), name, -1
     is_place = text.isdecimal()
     return not is_place, int(text) if is_place else text, int(number)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of all entries, in their order."""
+    flat = tensor.detach().cpu().flatten()
+    # A copy: one entry may have any stride otherwise.
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
 def plain(identity: Any) -> Any:
