@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("plans")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """What modules of tests draw when they are imported is drawn on the host, too."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else DrawnOnHost():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

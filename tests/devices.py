@@ -46,7 +46,8 @@ def everywhere(device: torch.device) -> None:
     def run(thread: threading.Thread) -> None:
         torch.set_default_device(device)
         torch.zeros(1)  # from now on the thread has the device's context, which torch warns without
-        original(thread)
+        with DrawnOnHost():
+            original(thread)
 
     threading.Thread.run = run  # type: ignore[method-assign]
 

@@ -15,5 +15,6 @@ from tests.drawn import judge, made
 SHARE, LEAST = 50, 6
 
 
+@pytest.mark.host("rows that are read from a store are there")
 def test_random_stores(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     judge(request, SHARE, LEAST, lambda seed: fault_of(seed, made(tmp_path / str(seed))))

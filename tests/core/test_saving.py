@@ -226,6 +226,7 @@ def test_hooks_of_users(hooks: str) -> None:
         found.compare("diag_ggn_exact", diagonals)
 
 
+@pytest.mark.host("a hook of it moves tensors to there")
 def test_hooks_of_users_take_what_calls_keep() -> None:
     found = problem(lambda block, h: block(h))
     seen: list[Any] = []

@@ -89,7 +89,7 @@ class Algebra:
             (some[0], slice(some[0], some[0] + 1)),
             (some, some),
             (torch.tensor(some), some),
-            (torch.tensor(some).numpy(), some),
+            (torch.tensor(some, device="cpu").numpy(), some),
             (mask, mask),
             (mask.tolist(), mask),
         ]

@@ -220,7 +220,8 @@ class DirectPatches(Patches, DirectRows):
         conv, x = self._conv, self._input[samples]
         x, padding = _zero_padded(conv, x)
         mat = out.permute(1, 3, 0, 4, 2).reshape(*lead, *self._size)
-        weight = x.new_empty(1).expand(mat.shape[1], x.shape[1] // conv.groups, *conv.kernel_size)
+        # Nobody reads it, but torch makes a copy of one that has strides of zero.
+        weight = x.new_empty(mat.shape[1], x.shape[1] // conv.groups, *conv.kernel_size)
         gradient: Tensor = torch.ops.aten.convolution_backward(
             mat, x.reshape(*lead, *x.shape[2:]), weight, None, conv.stride, padding, conv.dilation,
             False, [0] * len(padding), groups, [False, True, False],

@@ -61,7 +61,7 @@ def _of_convolution(node: Any, mat: Tensor) -> Tensor | None:
     if mat.is_complex() or x.is_mkldnn or not mat.numel():
         return None
     folded = mat.flatten(0, 1)
-    blank = x.new_empty(1).expand(len(folded), *x.shape[1:])  # only its shape counts
+    blank = x.new_empty(len(folded), *x.shape[1:])  # only its shape counts
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     settings = [getattr(node, f"_saved_{name}") for name in names]
     backward = torch.ops.aten.convolution_backward

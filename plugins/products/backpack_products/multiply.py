@@ -27,7 +27,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, of matrices ``[M, K]`` and ``[K, N]``."""
     if left.shape[0] * right.numel() < WHOLE or not _is_for_onednn(left, right):
         return left @ right
-    return onednn_linear(left, right.T)
+    return _by_onednn(left, right).contiguous()
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
@@ -35,9 +35,21 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: 
     if left.shape[0] * right.numel() < WHOLE or not _is_for_onednn(left, right):
         total.addmm_(left, right, beta=beta, alpha=alpha)
     elif beta:
-        total.mul_(beta).add_(onednn_linear(left, right.T), alpha=alpha)
+        total.mul_(beta).add_(_by_onednn(left, right), alpha=alpha)
     else:
-        torch.mul(onednn_linear(left, right.T), alpha, out=total)
+        torch.mul(_by_onednn(left, right), alpha, out=total)
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, by rows or by columns.
+
+    OneDNN copies its first matrix unless that lies by rows. A large one may rather be the second:
+    then the other is copied, and the result lies by columns.
+    """
+    (rows, size), columns = left.shape, right.shape[1]
+    if left.is_contiguous() or rows * size <= columns * (size + rows):
+        return onednn_linear(left, right.T)
+    return onednn_linear(right.T, left).T
 
 
 def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -52,8 +64,8 @@ def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
     if not are_one_by_one(single, left, right):
         return torch.bmm(left, right, out=out)
     found = left.new_empty(len(left), left.shape[1], right.shape[2]) if out is None else out
-    for target, one, other in zip(found, left, right.mT, strict=True):
-        target.copy_(onednn_linear(one, other))
+    for target, one, other in zip(found, left, right, strict=True):
+        target.copy_(_by_onednn(one, other))
     return found
 
 
