@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from math import isfinite
 from typing import NamedTuple
 
@@ -142,7 +143,8 @@ class Weights:
         """Columns of a tensor with samples on axis 0: the tensor, and the weighted tensor."""
         columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
         columns[0] = tensor
-        columns[1:] = tensor * self.along(tensor, positions=positions)
+        columns[1:] = tensor
+        columns[1:] *= self.along(tensor, positions=positions)
         return columns
 
     def guess(
@@ -228,7 +230,7 @@ class Judge:
         if self.question.is_of_losses:
             blocks = arrived.columns.blocks
             of_losses = [blocks[root][0] for root in (IN_LOSS, OF_LOSS) if root in blocks]
-            besides = max(besides, largest(sum(map(torch.neg, of_losses), plain)))
+            besides = max(besides, largest(reduce(torch.sub, of_losses, plain)))
         if besides > allowed:
             raise _something_besides(where, arrived)
         if self.question.is_per_sample and self.weights.fit(plain, positions):
@@ -236,9 +238,10 @@ class Judge:
             # Small entries are compared relative to themselves. But where sums over samples cancel,
             # the rounding errors of the largest entries remain. The weights add no rounding.
             rounding = min(allowed, max(size, arrived.size) * min(unit * 64, _COARSEST))
-            bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
-            over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
-            self._right &= {n for n, excess in over if not bool((excess > 0).any())}
+            # In place: for logits of a large vocabulary, fresh memory takes longer than arithmetic.
+            bounds = plain.abs().mul_(unit**0.6).clamp_(rounding, allowed)
+            errors = ((n, (g / weights).sub_(plain).abs()) for n, g in enumerate(guesses))
+            self._right &= {n for n, error in errors if not bool((error > bounds).any())}
             if not self._right:
                 raise _mixed(where, arrived, is_part=len(plain) < len(self.weights))
         return bool(size)
