@@ -124,10 +124,31 @@ def test_what_torch_multiplies_itself(calls) -> None:
     multiply(left, right).sum().backward()
     assert torch.allclose(left.grad, right.sum(1).expand(256, -1), atol=1e-3)
     assert not calls
+    multiply(left.detach(), right)  # though autograd is on
     with torch.no_grad():
         multiply(left, right)
         multiply(right, torch.nn.Parameter(right))
-    assert len(calls) == 2
+    assert len(calls) == 3
+
+
+@torch.no_grad()
+def test_the_smaller_matrix_is_copied(calls) -> None:
+    """The first must lie by rows; columns of a large one may be those of the second."""
+    large_one, small = large(512, 300).T, large(512, 64)  # [300, 512] and [512, 64]
+    found = multiply(large_one, small)
+    near(found, large_one.double() @ small.double())
+    assert found.is_contiguous()
+    assert calls == [((64, 512), (300, 512))]
+    near(multiply(large_one.contiguous(), small), large_one.double() @ small.double())
+    near(multiply(small.T, large_one.T), small.T.double() @ large_one.T.double())
+    assert calls[1:] == [((300, 512), (64, 512)), ((64, 512), (300, 512))]
+    many = torch.stack([large_one, large_one.flip(0)])
+    total = large(300, 64)
+    before = total.double()
+    add_product(total, large_one, small, 0.5, 2.0)
+    near(total, before * 0.5 + 2 * (large_one.double() @ small.double()))
+    both = small.expand(2, -1, -1)
+    near(multiply_each(many.mT.contiguous().mT, both), many.double() @ both.double())
 
 
 def test_a_build_without_the_library(monkeypatch) -> None:

@@ -24,22 +24,22 @@ def is_symbolic(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def is_on_host(tensor: Tensor, allowed: str = "runs_kernels") -> bool:
-    """Whether operations without a graph run at once on a tensor that has values on the host.
+def is_on_host(*tensors: Tensor, allowed: str = "runs_kernels") -> bool:
+    """Whether operations without a graph run at once on tensors that have values on the host.
 
     Args:
-        tensor: The tensor.
+        tensors: The tensors.
         allowed: The attribute of modes that are allowed. Other modes record operations, and may
             have no kernels.
     """
     mode = _get_current_dispatch_mode()
     return (
         not torch.compiler.is_compiling()
-        and tensor.is_cpu
-        and not torch.is_grad_enabled()
+        and all(tensor.is_cpu for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         and (mode is None or getattr(mode, allowed, False))
         and peek_transform() is None
-        and not is_symbolic(tensor)
+        and not any(map(is_symbolic, tensors))
     )
 
 
@@ -49,7 +49,7 @@ def is_at_hand(tensor: Tensor) -> bool:
     Modes that record operations do not allow it, except for modes with ``reads_are_assumptions``:
     these take the values that are read for constants.
     """
-    return is_on_host(tensor, "reads_are_assumptions")
+    return not torch.is_grad_enabled() and is_on_host(tensor, allowed="reads_are_assumptions")
 
 
 # A block without dispatch modes, so that none records a comparison of times.

@@ -76,7 +76,7 @@ def are_one_by_one(single: int, *factors: Tensor) -> bool:
 
 def _is_for_onednn(*factors: Tensor) -> bool:
     are_plain = all(type(f) in _PLAIN and f.dtype is torch.float32 for f in factors)
-    return are_plain and is_on_host(factors[0]) and not is_unsplit() and _is_wanted()
+    return are_plain and is_on_host(*factors) and not is_unsplit() and _is_wanted()
 
 
 def _is_wanted() -> bool:
