@@ -144,7 +144,7 @@ class Weights:
         columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
         columns[0] = tensor
         columns[1:] = tensor
-        columns[1:] *= self.along(tensor, positions=positions)
+        columns[1:].mul_(self.along(tensor, positions=positions))
         return columns
 
     def guess(
