@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from backpack_products import contractions
 from backpack_products import multiply as module
@@ -123,6 +124,10 @@ def test_what_torch_multiplies_itself(calls) -> None:
     left.requires_grad_()
     multiply(left, right).sum().backward()
     assert torch.allclose(left.grad, right.sum(1).expand(256, -1), atol=1e-3)
+    assert not calls
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(multiply(forward_ad.make_dual(right, right), right))
+    assert torch.allclose(found.tangent, right @ right, atol=1e-3)
     assert not calls
     multiply(left.detach(), right)  # though autograd is on
     with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -27,6 +28,8 @@ def is_symbolic(tensor: Tensor) -> bool:
 def is_on_host(*tensors: Tensor, allowed: str = "runs_kernels") -> bool:
     """Whether operations without a graph run at once on tensors that have values on the host.
 
+    Not in forward mode, where an operation that has no formula for tangents drops them in silence.
+
     Args:
         tensors: The tensors.
         allowed: The attribute of modes that are allowed. Other modes record operations, and may
@@ -37,6 +40,7 @@ def is_on_host(*tensors: Tensor, allowed: str = "runs_kernels") -> bool:
         not torch.compiler.is_compiling()
         and all(tensor.is_cpu for tensor in tensors)
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        and getattr(forward_ad, "_current_level", -1) < 0
         and (mode is None or getattr(mode, allowed, False))
         and peek_transform() is None
         and not any(map(is_symbolic, tensors))
