@@ -95,11 +95,24 @@ Step = Callable[[], object]
 def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], list[nn.Module]]:
     """Each way to run a step, and the models."""
     x, y = problem.data(problem.batch)
-    bare, model, other, third, fourth = (problem.net() for _ in range(5))
-    bare_loss, lossfunc = nn.CrossEntropyLoss(), extend(nn.CrossEntropyLoss())
-    extension = getattr(known, name)()
-    for net in (model, other, third, fourth):
-        extend(net)
+    bare, bare_loss = problem.net(), nn.CrossEntropyLoss()
+    found, models = ours(problem, name, x, y, compiles)
+    if name == "BatchGrad":
+        found |= by_functions(problem.name, bare, x, y, compiles)
+    try:
+        found["incumbent"], its = incumbent(problem, QUANTITIES[name], problem.batch)
+    except (Unsupported, KeyError):
+        its = nn.Module()
+    return {"plain": lambda: bare_loss(bare(x), y).backward(), **found}, [bare, *models, its]
+
+
+def ours(
+    problem: Problem, name: str, x: Tensor, y: Tensor, compiles: bool
+) -> tuple[dict[str, Step], list[nn.Module]]:
+    """A step by the engine, and captured ones; each has a model of its own."""
+    lossfunc, extension = extend(nn.CrossEntropyLoss()), getattr(known, name)()
+    models = [extend(problem.net()) for _ in range(4)]
+    model, other, third, fourth = models
 
     def captured(net: nn.Module, word: str | None) -> CapturedStep:
         step = capture(lambda x, y: lossfunc(net(x), y), net, lossfunc, extension, compile=word)
@@ -108,9 +121,6 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
             settle(lambda: step(x, y))
         return step
 
-    def plain() -> None:
-        bare_loss(bare(x), y).backward()
-
     def eager() -> None:
         with backpack(extension):
             lossfunc(model(x), y).backward()
@@ -118,7 +128,6 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
     settle(eager)
     step = captured(other, None)
     found: dict[str, Step] = {
-        "plain": plain,
         "engine": eager,
         "captured": lambda: step(x, y),
         "guard": lambda: step.holds(x, y),
@@ -133,24 +142,24 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
         compiled = captured(third, "inductor")
         found["Inductor"] = lambda: compiled(x, y)
         print(f"{problem.name}, {name}: {compiled.report().splitlines()[-1].split(', ')[-1]}")
-    if name == "BatchGrad":
-        individual = of_functions(bare, x, y)
-        found["vmap(grad)"] = individual
-        if compiles:
-            compiled_one = torch.compile(individual, fullgraph=True)
-            try:
-                compiled_one()
-            except Exception as error:  # as of operations that have no second derivative
-                why = " ".join(str(error).split())
-                print(f"{problem.name}, vmap(grad): not compiled: {why:.140}")
-            else:
-                found["compiled"] = compiled_one
-    try:
-        found["incumbent"], its = incumbent(problem, QUANTITIES[name], problem.batch)
-    except (Unsupported, KeyError):
-        its = nn.Module()
+    return found, models
 
-    return found, [bare, model, other, third, fourth, its]
+
+def by_functions(
+    name: str, net: nn.Module, x: Tensor, y: Tensor, compiles: bool
+) -> dict[str, Step]:
+    """Individual gradients by ``torch.func``, and compiled if torch can."""
+    individual = of_functions(net, x, y)
+    if compiles:
+        compiled = torch.compile(individual, fullgraph=True)
+        try:
+            compiled()
+        except Exception as error:  # as of operations that have no second derivative
+            why = " ".join(str(error).split())
+            print(f"{name}, vmap(grad): not compiled: {why:.140}")
+        else:
+            return {"vmap(grad)": individual, "compiled": compiled}
+    return {"vmap(grad)": individual}
 
 
 def difference(step: Step, net: nn.Module, right: Step, model: nn.Module, field: str) -> float:

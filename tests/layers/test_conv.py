@@ -213,3 +213,19 @@ def test_sums_of_patches_without_patches(dims: int, settings: dict[str, Any]) ->
     inp = torch.randn(3, 4, *SIZES[dims])
     patches = DirectPatches(layer, ConvRule._unfold, inp, layer(inp).shape[2:])
     oracle.assert_close(patches.position_sum(), patches[:].sum(1))
+
+
+@pytest.mark.host("the library of the host is asked")
+def test_no_weight_is_copied() -> None:
+    """Torch copies one whose strides are zero, though nobody reads it."""
+    x = torch.randn(3, 8, 6, 6, dtype=torch.float32)
+    layer = nn.Conv2d(8, 16, 3, padding=1).float()
+    patches = DirectPatches(layer, ConvRule._unfold, x, torch.Size((6, 6)))
+    out = torch.randn(1, 3, 36, 1, 16, dtype=torch.float32)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=activities, record_shapes=True) as seen:
+        total = patches.total(out)
+    assert total is not None
+    copied = [event.input_shapes[0] for event in seen.events() if event.name == "aten::copy_"]
+    assert [16, 8, 3, 3] not in copied
+    assert any(event.name == "aten::convolution_backward" for event in seen.events())
