@@ -7,7 +7,7 @@ what it uses: it becomes slower or more careful, but never means something else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from threading import Lock, local
 from types import FrameType
 from typing import Any
@@ -181,35 +181,6 @@ def memories_of(tensors: Iterable[Tensor]) -> set[int]:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The base of a view; ``None`` for other tensors."""
     return tensor._base if tensor._is_view() else None
-
-
-def kernels_of(tensor: Tensor) -> int:
-    """A number for what decides which kernels run on a tensor, such as device and layout."""
-    found: int = torch._C._dispatch_keys(tensor).raw_repr()
-    return found
-
-
-def look_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells, by one look, whether as many other tensors are of the same kinds.
-
-    "Of the same kind" means the same class, data type, device, kernels, shape, strides, and whether
-    they require a gradient. The function also says no if a mode or a transform stands between the
-    tensors and their kernels.
-    """
-    try:
-        guards: Any = torch._C._dynamo.guards.TensorGuards
-        check: Callable[..., bool] = guards(
-            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        ).check
-    except (AttributeError, TypeError):  # there is none, or not for these arguments
-        known = [*map(_kind_of, tensors)]
-        return lambda *others: [*map(_kind_of, others)] == known
-    return check
-
-
-def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    layout = tensor.shape, tensor.stride(), tensor.device, kernels_of(tensor)
-    return type(tensor), tensor.dtype, tensor.requires_grad, *layout
 
 
 def is_scripting() -> bool:

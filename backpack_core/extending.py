@@ -19,7 +19,6 @@ from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
 from backpack_core.engine.chain import between
 from backpack_core.errors import UsageError
-from backpack_core.plan.plan import plans
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
@@ -62,7 +61,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     owner = Owner(module, {} if is_first else between().axes_of(module, batch_axis))
     before = module.__dict__.get(OWNER_ATTRIBUTE)
     if before is not None and before.axes != owner.axes:
-        plans.forget(module)
+        between().forget(module)
     module.__dict__[OWNER_ATTRIBUTE] = owner
     if not registry.resolve(module).rule.is_loss:  # a loss receives no input of the model
         _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)
@@ -81,7 +80,7 @@ def unextend(module: M) -> M:
     """
     for part in module.modules():
         _hooks.remove(part)
-        plans.forget(part)
+        between().forget(part)
         for name in OUR_ATTRIBUTES:
             part.__dict__.pop(name, None)
     return module

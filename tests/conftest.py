@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from backpack_core import plugins
-from backpack_core.engine.planning import Planning
 from backpack_core.errors import warned
 from backpack_core.testing.layer_run import forget_runs
+from backpack_operations.planning import Planning
 from tests import steps
 from tests.devices import DrawnOnHost, everywhere, usable
 from tests.leftovers import left_behind, state
@@ -52,11 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
         Planning.make = _make_none  # type: ignore[method-assign]
 
 
-def _take_none(planning: Planning, is_measured: bool) -> None:
+def _take_none(planning: Planning, run: Any) -> bool:
     """No pass goes by a plan."""
+    return False
 
 
-def _make_none(planning: Planning, *what: Any) -> None:
+def _make_none(planning: Planning, run: Any) -> None:
     """No pass is compared with a plan."""
 
 

@@ -14,9 +14,9 @@ from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
 from backpack_core.cli.watch import declared_form
 from backpack_core.contract.extension import Extension
+from backpack_core.engine.chain import between
 from backpack_core.errors import UsageError
 from backpack_core.extending import extend, unextend
-from backpack_core.plan.plan import Plan, plans
 from backpack_core.plugins.registry import registry
 
 HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
@@ -68,7 +68,7 @@ class Explanation(NamedTuple):
     """
 
     rows: list[Row]
-    plan: Plan | None
+    plan: Any
 
 
 def explained(target: str, names: tuple[str, ...]) -> Explanation:
@@ -84,7 +84,7 @@ def explained(target: str, names: tuple[str, ...]) -> Explanation:
     possible = [kind for name, kind in extensions.items() if not refused[name]]
     if len(possible) > 1:
         trial(given, *possible)
-    plan = plans.latest(given.modules[0])
+    plan = between().latest_plan(given.modules[0])
     net = _Net(given, *_layers(given))
     extend(given.modules[0])
     rows = [row for n, kind in extensions.items() for row in _rows(net, kind, refused[n])]

@@ -54,8 +54,8 @@ class Observer:
 
         Args:
             run: The pass, before anything is surveyed.
-            planned: The :class:`~backpack_core.plan.plan.Planned` that it uses.
-            structure: Its :class:`~backpack_core.plan.structure.Structure`.
+            planned: The :class:`~backpack_operations.plan.Planned` that it uses.
+            structure: Its :class:`~backpack_operations.structure.Structure`.
         """
         return None
 

@@ -138,39 +138,21 @@ class BackwardPass:
             self.observers[:0] = [extension.attend(self) for extension in context.whole]
         self.observers += observers_of_libraries(self)
         is_known = self.is_announced and self.is_outermost
-        self._planning = planning = Planning(context, self.between, self.roots if is_known else ())
-        if not self._take_plan(planning):
+        self._planning = planning = self.between.planning(self.roots if is_known else ())
+        survey.is_planned = planning.take(self)
+        if survey.is_planned:
+            context.seen.update(["ran", "trained"])
+        else:
             self._look_around(self.roots)
             if self.is_announced or context.whole or not self.is_outermost:  # else more may come
                 self.between.refuse_terms(self.roots, not self.is_outermost)
+            planning.make(self)
         is_checked, is_due = answers(self.observers, "check"), context.check == "first"
         if is_due and not is_checked:
             self.between.warn_unmeasured()
-        planning.make()  # from what the walk has found, and not from what observers look at
         survey.is_measured = is_due and (planning.is_first if is_checked else not survey.is_planned)
         for observer in self.observers:
             observer.begin(self)
-
-    def _take_plan(self, planning: Planning) -> bool:
-        """Go by the plan of an earlier pass; returns whether there is one."""
-        context, survey = self.context, self.survey
-        known, structure = planning.take(self.observers), planning.structure
-        if known is None or structure is None:
-            return False
-        drivers = [observer.drive(self, known, structure) for observer in self.observers]
-        self.driver = next((driver for driver in drivers if driver is not None), None)
-        self.driven = None if self.driver is None else self.driver.outputs
-        survey.is_planned, survey.sites = True, structure.sites
-        survey.batch_size = known.batch_size
-        if self.driven is None or any(observer.needs_survey for observer in self.observers):
-            known.fill(survey, structure)
-            self.between.fill(known.plan.numbers, structure)
-        if self.driven is None:
-            self.between.attend(self)
-        context.seen.update(["ran", "trained"])
-        calls = [call for call, _ in structure.sites if not call.rule.is_loss]
-        clear(survey, calls, context, self.sink.new, known, structure.parameters)
-        return True
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and refuse what cannot be computed exactly there."""

@@ -8,7 +8,7 @@ library that knows operations provides another by the hook ``backpack_operation`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch.nn import Module, Parameter
 from backpack_core._torch import Node, is_distributed
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
+from backpack_core.engine.planning import Planning
 from backpack_core.graph.survey import Survey
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.execution import Execution
 from backpack_core.record.run import Place, Run
@@ -147,47 +147,24 @@ class Between(ABC, Generic[S]):
         """The operations that depend on parameters and may be nonlinear. Default: none."""
         return []
 
-    # Plans ----------------------------------------------------------------------------------------
+    # What is known already ------------------------------------------------------------------------
 
-    def facts_of(self, node: Node) -> Sequence[Any]:
-        """What decisions about an operation may depend on, besides its type and shapes.
-
-        Default: nothing.
-
-        Raises:
-            Unplanned: No plan can tell.
-        """
-        return ()
-
-    def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
-        """What decisions about data that a call received may depend on, besides its shape."""
-        return (call.run.receives((tensor,)),)
-
-    def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """How rows that models received lie relative to each other in memory; asked last."""
-        return ()
-
-    def numbered(self, structure: Structure) -> Any:
-        """What a plan keeps: findings with numbers instead of nodes. Default: nothing.
-
-        Raises:
-            Unplanned: A finding cannot be expressed in this way.
-        """
-        return None
-
-    def holds(self, numbers: Any, batch_size: int, structure: Structure) -> bool:
-        """Whether a plan holds for a graph of its structure. Default: it does.
+    def planning(self, roots: Sequence[Edge]) -> Planning:
+        """What earlier passes have found out about the graph. Default: nothing.
 
         Args:
-            numbers: What :meth:`numbered` has returned.
-            batch_size: The number of samples.
-            structure: The graph.
+            roots: What ``backward()`` was called on; empty if that is not known.
         """
-        return True
+        return Planning()
 
-    def fill(self, numbers: Any, structure: Structure) -> None:
-        """Take over what :meth:`numbered` returned for another graph of the same structure."""
-        return
+    @staticmethod
+    def latest_plan(model: Module) -> Any:
+        """What was found out last about a model, to be shown; ``None`` for nothing."""
+        return None
+
+    @staticmethod
+    def forget(model: Module) -> None:
+        """Forget what was found out about a model. Default: nothing is known."""
 
     # Visits ---------------------------------------------------------------------------------------
 

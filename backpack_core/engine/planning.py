@@ -1,119 +1,38 @@
-"""Takes the plan of an earlier pass with the same structure, or makes one.
-
-``docs/design/plans.md`` says what a plan is.
-"""
+"""What an earlier pass has found out about a graph, for later passes over graphs like it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from backpack_core.contract.observer import Observer
-from backpack_core.engine.active import Context
-from backpack_core.engine.between import Between
-from backpack_core.errors import InternalError
-from backpack_core.plan.noted import Unplanned
-from backpack_core.plan.plan import Plan, Planned, plans
-from backpack_core.plan.structure import Structure
-from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Edge
 
 
 class Planning:
-    """The plan of one pass.
+    """What is known before the graph of one pass is surveyed. Core alone knows nothing.
 
-    Attributes:
-        structure: The structure of its graph; ``None`` if no plan can be made of it.
+    A library derives from it.
     """
-
-    def __init__(self, context: Context, between: Between[Any], roots: Sequence[Edge]) -> None:
-        """Recognise the graph.
-
-        Args:
-            context: What was asked for.
-            between: What lies between calls; the graph has not been walked yet.
-            roots: What ``backward()`` was called on; empty if that is not known.
-        """
-        self._context, self._between = context, between
-        self._plan: Plan | None = None  # to be kept
-        self.structure: Structure | None = None
-        try:
-            self.structure = _recognised(between, roots)
-        except Unplanned as why:
-            context.history[f"surveyed: {why}"] += 1
-
-    @property
-    def _asked(self) -> tuple[object, ...]:
-        return registry.generation, self._context.asked
-
-    @cached_property
-    def _known(self) -> Planned | None:
-        """The plan of earlier passes, if there is one that holds."""
-        structure = self.structure
-        known = None if structure is None else plans.get(self._asked, structure)
-        if known is None or structure is None:
-            return None
-        if self._between.holds(known.plan.numbers, known.batch_size, structure):
-            return known
-        self._context.history["surveyed: data, or operations inside of a module, differ"] += 1
-        self.structure = None
-        return None
 
     @property
     def is_first(self) -> bool:
-        """Whether this pass has made the first plan of its structure, for what is asked."""
-        return self._plan is not None and self._known is None
+        """Whether nothing was known about such a graph before this pass."""
+        return True
 
-    def take(self, observers: Sequence[Observer]) -> Planned | None:
-        """The plan of earlier passes, if there is one and all observers agree to it."""
-        known = self._known
-        if known is None or self.structure is None:
-            return None
-        kept = known.plan.kept
-        if not all(observer.goes_by(kept.get(type(observer))) for observer in observers):
-            return None
-        self._context.history["planned before"] += 1
-        return known
+    def take(self, run: Any) -> bool:
+        """Fill in the survey, and clear the results of earlier passes; returns whether it did.
 
-    def make(self) -> None:
-        """Make a plan from the survey, and compare it with that of earlier passes.
-
-        Raises:
-            InternalError: They differ.
+        Args:
+            run: The pass, before anything is surveyed.
         """
-        history, known, survey = self._context.history, self._known, self._between.survey
-        if self.structure is None or survey.is_planned or not survey.uses:
-            return
-        try:
-            numbers = self._between.numbered(self.structure)
-            travels = any(group.propagator.travels for group in self._context.groups)
-            plan = Plan.of(survey, self.structure, numbers, travels)
-        except Unplanned as why:
-            history[f"surveyed: {why}"] += 1
-            return
-        history["planned"] += 1
-        if known is not None and known.plan != plan:
-            raise InternalError("A backward pass was planned differently from others like it.")
-        self._plan = plan
+        return False
+
+    def make(self, run: Any) -> None:
+        """Note what the survey of a pass has found, before observers look at the pass."""
 
     def keep(self, observers: Sequence[Observer]) -> None:
-        """Keep the plan, and what observers leave in it, since the pass went well."""
-        if self._plan is None or self.structure is None:
-            return
-        plan = self._plan if self._known is None else self._known.plan
-        plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
-        if self._known is None:
-            plans.keep(self._asked, self.structure, plan)
+        """Keep what was noted, since the pass went well.
 
-
-def _recognised(between: Between[Any], roots: Sequence[Edge]) -> Structure | None:
-    """The structure of the graph; ``None`` if there is no call in it.
-
-    Raises:
-        Unplanned: No plan may be made of the pass.
-    """
-    if not roots:
-        raise Unplanned("it is inside of another, or its roots are unknown")
-    structure = Structure(roots, between)
-    return structure if structure.sites else None
+        Args:
+            observers: They may leave something, too; see :attr:`Observer.kept`.
+        """

@@ -155,7 +155,7 @@ class Traits:
         resolved: The layer rule of the module, with its provenance.
         generation: The generation of the registry that resolved the rule.
         is_whole: Whether no covered parameter is a plain attribute, as computed ones are.
-        noted: What a plan notes about its last calls, see ``plan/noted.py``.
+        noted: What a plan notes about its last calls, see ``backpack_operations/noted.py``.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:

@@ -15,7 +15,7 @@ from backpack_capture import visits
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import BatchGrad
-from backpack_core.plan.plan import plans
+from backpack_operations.plan import plans
 from tests.capture.nets import NETS
 from tests.capture.test_visits import Twin, by_the_engine
 

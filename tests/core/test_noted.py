@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import _torch, extend
-from backpack_core.plan.noted import MOST, Noted, noted_of
+from backpack_core import extend
 from backpack_core.record.call import Call
 from backpack_core.record.owner import PATH_ATTRIBUTE
+from backpack_operations.noted import MOST, Noted, noted_of
+from backpack_products.values import look_of
 from tests.core.test_recording import call_of
 
 Change = Callable[[nn.Module], Any]  # what it returns undoes it; or it returns nothing
@@ -121,4 +122,4 @@ def test_few_are_remembered() -> None:
 
 
 def test_the_look_of_no_tensors() -> None:
-    assert _torch.look_of([])()
+    assert look_of([])()

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from backpack_core import Extension, backpack, extend, register, unextend, unregister
 from backpack_core.errors import BackpackError, InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
-from backpack_core.plan import plan as plans_file
-from backpack_core.plan.plan import plans
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Slicing
+from backpack_operations import plan as plans_file
 from backpack_operations.between import Operations
 from backpack_operations.own_order import Chunks
+from backpack_operations.plan import plans
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.visits import GraphTraversal
 from backpack_products.tuning import memory_budget, set_memory_budget

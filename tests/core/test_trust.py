@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from backpack_checks import trust
 from backpack_core import backpack, extend, unextend
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.plan.plan import plans
 from backpack_core.record.state import Traits
+from backpack_operations.plan import plans
 from tests.cases import Net
 
 

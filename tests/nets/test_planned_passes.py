@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backpack_core.plan.plan import Planned
+from backpack_operations.plan import Planned
 from tests.nets.draw import draw
 from tests.nets.truth import Unstable
 from tests.nets.verdict import Prepared, judge

@@ -84,7 +84,7 @@ OPEN = {
         "overrides regrouping",
     ),
     "backpack_operations": (
-        "alignment bare bridge carrier chosen fused nodes operands order own_pass",
+        "alignment bare bridge carrier chosen fused nodes operands order own_pass plan structure",
         "_torch apart batch own_order owners paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),
@@ -163,17 +163,16 @@ ROOMS: dict[str, str] = {
     "record": "_torch errors remember",
     "graph": "_torch errors record autocast",
     "contract": "_torch discovery errors graph record",
-    "plan": "_torch graph record",
     "plugins": "_torch contract discovery errors provided record remember",
-    "engine": "_torch _hooks errors record graph contract plan plugins replaced autocast",
+    "engine": "_torch _hooks errors record graph contract plugins replaced autocast",
     "extensions": "discovery errors plugins provided",
     "recording": "_hooks _torch engine errors plugins record",
     "context": "_torch contract engine errors plugins record remember",
-    "extending": "_hooks _torch engine errors plan plugins record recording",
+    "extending": "_hooks _torch engine errors plugins record recording",
     "api": "context contract extending extensions fields plugins record",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins record",
-    "cli": "__init__ _hooks context contract discovery errors extending plan plugins provided "
+    "cli": "__init__ _hooks context contract discovery engine errors extending plugins provided "
     "testing",
 }
 

@@ -45,8 +45,8 @@ from backpack_capture.visited import (
 )
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site, Stored
+from backpack_operations.structure import Structure
 from backpack_products.recycled import drop
 
 LARGEST: Final = 2**23  # bytes of a result; a comparison holds two of them

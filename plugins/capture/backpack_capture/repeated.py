@@ -29,8 +29,8 @@ from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.errors import InternalError, OverwrittenInputError, PluginCodeError
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
+from backpack_operations.structure import Structure
 
 
 class Repeated(Driver):

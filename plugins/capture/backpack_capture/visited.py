@@ -16,9 +16,9 @@ from backpack_capture.nested import is_plain
 from backpack_capture.saved import form_inside, inside, layout_of, saved_by, setting_of
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
+from backpack_operations.structure import Structure
 from backpack_products.tuning import memory_budget
 from backpack_products.values import is_onednn_on
 

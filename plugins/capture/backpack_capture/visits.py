@@ -18,8 +18,8 @@ from backpack_core.contract.bases import only_computes
 from backpack_core.contract.observer import Driver, Observer
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.plan.plan import Planned, model_of, plans
-from backpack_core.plan.structure import Structure
+from backpack_operations.plan import Planned, model_of, plans
+from backpack_operations.structure import Structure
 from backpack_products.open_functions import Operation
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than their callers

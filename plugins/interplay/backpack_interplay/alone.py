@@ -14,14 +14,14 @@ from torch import Tensor
 from backpack_core._torch import LeafNode, Node
 from backpack_core.autocast import without_autocast
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.plan.plan import Planned
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
 from backpack_interplay.gradient import WithoutGradients, leaves_to_narrow
 from backpack_operations.bridge import push_through
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import children_of, consumers_first, ranks
 from backpack_operations.own_order import drive_all, visit_all
+from backpack_operations.plan import Planned
+from backpack_operations.structure import Structure
 
 
 class Skipped(WithoutGradients):

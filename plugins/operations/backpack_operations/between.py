@@ -17,8 +17,6 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.errors import BackpackWarning, warn_once
-from backpack_core.plan.noted import Unplanned
-from backpack_core.plan.structure import OVERWRITTEN, Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
 from backpack_operations import nodes, refusals
@@ -30,9 +28,11 @@ from backpack_operations.crossings import Crossings
 from backpack_operations.inner_pass import pass_inside
 from backpack_operations.inside import read_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
+from backpack_operations.noted import Unplanned
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import Owners, owners_of_losses
 from backpack_operations.paths import fault_in, nonlinear
+from backpack_operations.plan import plans
 from backpack_operations.planned import (
     ByValue,
     PlannedAlignment,
@@ -41,11 +41,13 @@ from backpack_operations.planned import (
     inside_of,
     why_told,
 )
+from backpack_operations.planning import Planning
 from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
 from backpack_operations.recording import record
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
 from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
+from backpack_operations.structure import OVERWRITTEN, Structure
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
@@ -125,15 +127,25 @@ class Operations(Between[GraphSurvey]):
 
     # Plans ----------------------------------------------------------------------------------------
 
+    def planning(self, roots: Sequence[Edge]) -> Planning:
+        """Plans of earlier passes over graphs of the same structure."""
+        return Planning(self, roots)
+
+    latest_plan, forget = staticmethod(plans.latest), staticmethod(plans.forget)
+
     def facts_of(self, node: Node) -> Sequence[Any]:
-        """The settings that the operation saved, without tensors."""
+        """What a decision about an operation may depend on: settings that it saved, no tensors.
+
+        Raises:
+            Unplanned: No plan can tell.
+        """
         if type(node) is CopyNode or nodes.is_nested(node):
             is_copy = type(node) is CopyNode
             raise Unplanned(OVERWRITTEN if is_copy else "there are nested tensors")
         return nodes.settings_of(node)
 
     def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
-        """Where data of a call lie in what its model received."""
+        """What a decision about data may depend on: where they lie in what the model received."""
         run = call.run
         if not run.memories:
             rows = None if call.rule.is_loss else rows_of(tensor)
@@ -143,7 +155,10 @@ class Operations(Between[GraphSurvey]):
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
     def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """How rows that calls and models received lie relative to each other in memory."""
+        """How rows that calls and models received lie relative to each other in memory.
+
+        Asked last.
+        """
         if computed_substitutes():
             raise Unplanned("weights are handed over")
         if self.context.beside:
@@ -153,7 +168,11 @@ class Operations(Between[GraphSurvey]):
         return *told, *relations([*self._rows, *(received if len(received) > 1 else ())])
 
     def numbered(self, structure: Structure) -> PlannedFacts | None:
-        """Where samples lie, and how operations use parameters, for a plan."""
+        """Where samples lie, and how operations use parameters, for a plan.
+
+        Raises:
+            Unplanned: A finding depends on more than the structure.
+        """
         survey = self.survey
         if why := survey.why_unusual or why_told(self.context.told, structure):
             raise Unplanned(why)

@@ -16,14 +16,14 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Use
-from backpack_core.plan.noted import Unplanned
-from backpack_core.plan.plan import model_of, plans, trained_by
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
 from backpack_core.record.owner import owner_of
 from backpack_operations import faults, nodes
+from backpack_operations.noted import Unplanned
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
+from backpack_operations.plan import model_of, plans, trained_by
+from backpack_operations.structure import Structure
 from backpack_operations.survey import Bare, GraphSurvey
 from backpack_operations.told import Told
 

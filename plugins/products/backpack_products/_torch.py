@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +14,37 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from backpack_core._torch import kernels_of as kernels_of
-from backpack_core._torch import look_of as look_of
 from backpack_core._torch import peek_transform
 from backpack_core._torch import saving_hooks as saving_hooks
+
+
+def kernels_of(tensor: Tensor) -> int:
+    """A number for what decides which kernels run on a tensor, such as device and layout."""
+    found: int = torch._C._dispatch_keys(tensor).raw_repr()
+    return found
+
+
+def look_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that tells, by one look, whether as many other tensors are of the same kinds.
+
+    "Of the same kind" means the same class, data type, device, kernels, shape, strides, and whether
+    they require a gradient. The function also says no if a mode or a transform stands between the
+    tensors and their kernels.
+    """
+    try:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        check: Callable[..., bool] = guards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+    except (AttributeError, TypeError):  # there is none, or not for these arguments
+        known = [*map(_kind_of, tensors)]
+        return lambda *others: [*map(_kind_of, others)] == known
+    return check
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    layout = tensor.shape, tensor.stride(), tensor.device, kernels_of(tensor)
+    return type(tensor), tensor.dtype, tensor.requires_grad, *layout
 
 
 def is_symbolic(tensor: Tensor) -> bool:

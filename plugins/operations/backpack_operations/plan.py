@@ -19,10 +19,10 @@ from torch.nn import Module
 
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey, Use
-from backpack_core.plan.noted import Unplanned
-from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call
 from backpack_core.record.owner import owner_of
+from backpack_operations.noted import Unplanned
+from backpack_operations.structure import Structure
 
 MOST: Final = 100  # plans that are kept for one model; older ones are forgotten
 

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from backpack_core._torch import kernels_of, look_of
 from backpack_core.record.call import Call
 from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits
+from backpack_products.values import kernels_of, look_of
 
 MOST: Final = 4  # calls that a module remembers: train and eval mode, a last batch that is smaller
 _STRIDED = torch.strided

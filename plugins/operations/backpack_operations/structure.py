@@ -11,37 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain, product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import LeafNode, Node
-from backpack_core.plan.noted import Noted, Unplanned, noted_of
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
+from backpack_operations.noted import Noted, Unplanned, noted_of
+
+if TYPE_CHECKING:  # that file imports this one
+    from backpack_operations.between import Operations
 
 Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that the walk goes through, each inside of the next
 
 OVERWRITTEN = "a view was overwritten in place"
-
-
-class Knows(Protocol):
-    """Tells what decisions may depend on, besides shapes."""
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, or stands in for one."""
-
-    def facts_of(self, node: Node) -> Iterable[Any]:
-        """What a decision about an operation may depend on."""
-
-    def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
-        """What a decision about data that a call received may depend on."""
-
-    def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """How rows that models received lie relative to each other in memory; asked last."""
 
 
 class Structure:
@@ -55,7 +42,7 @@ class Structure:
         key: The facts: equal for graphs of equal shapes that have the same decisions.
     """
 
-    def __init__(self, roots: Iterable[Edge], between: Knows) -> None:
+    def __init__(self, roots: Iterable[Edge], between: Operations) -> None:
         """Walk the graph.
 
         Args:

@@ -1,0 +1,133 @@
+"""Takes the plan of an earlier pass with the same structure, or makes one.
+
+``docs/design/plans.md`` says what a plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from backpack_core.contract.observer import Observer
+from backpack_core.engine import planning
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.fields import clear
+from backpack_core.errors import InternalError
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Edge
+from backpack_operations.noted import Unplanned
+from backpack_operations.plan import Plan, Planned, plans
+from backpack_operations.structure import Structure
+
+if TYPE_CHECKING:  # that file imports this one
+    from backpack_operations.between import Operations
+
+
+class Planning(planning.Planning):
+    """The plan of one pass.
+
+    Attributes:
+        structure: The structure of its graph; ``None`` if no plan can be made of it.
+    """
+
+    def __init__(self, between: Operations, roots: Sequence[Edge]) -> None:
+        """Recognise the graph.
+
+        Args:
+            between: What lies between calls; the graph has not been walked yet.
+            roots: What ``backward()`` was called on; empty if that is not known.
+        """
+        self._context, self._between = between.context, between
+        self._plan: Plan | None = None  # to be kept
+        self.structure: Structure | None = None
+        try:
+            self.structure = _recognised(between, roots)
+        except Unplanned as why:
+            self._context.history[f"surveyed: {why}"] += 1
+
+    @property
+    def _asked(self) -> tuple[object, ...]:
+        return registry.generation, self._context.asked
+
+    @cached_property
+    def _known(self) -> Planned | None:
+        """The plan of earlier passes, if there is one that holds."""
+        structure = self.structure
+        known = None if structure is None else plans.get(self._asked, structure)
+        if known is None or structure is None:
+            return None
+        if self._between.holds(known.plan.numbers, known.batch_size, structure):
+            return known
+        self._context.history["surveyed: data, or operations inside of a module, differ"] += 1
+        self.structure = None
+        return None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this pass has made the first plan of its structure, for what is asked."""
+        return self._plan is not None and self._known is None
+
+    def take(self, run: BackwardPass) -> bool:
+        """Go by the plan of earlier passes, if there is one and all observers agree to it."""
+        known, structure, between = self._known, self.structure, self._between
+        if known is None or structure is None:
+            return False
+        kept, survey = known.plan.kept, run.survey
+        if not all(observer.goes_by(kept.get(type(observer))) for observer in run.observers):
+            return False
+        self._context.history["planned before"] += 1
+        drivers = [observer.drive(run, known, structure) for observer in run.observers]
+        run.driver = next((driver for driver in drivers if driver is not None), None)
+        run.driven = None if run.driver is None else run.driver.outputs
+        survey.sites, survey.batch_size = structure.sites, known.batch_size
+        if run.driven is None or any(observer.needs_survey for observer in run.observers):
+            known.fill(survey, structure)
+            between.fill(known.plan.numbers, structure)
+        if run.driven is None:
+            between.attend(run)
+        calls = [call for call, _ in structure.sites if not call.rule.is_loss]
+        clear(survey, calls, run.context, run.sink.new, known, structure.parameters)
+        return True
+
+    def make(self, run: BackwardPass) -> None:
+        """Make a plan from the survey, and compare it with that of earlier passes.
+
+        Raises:
+            InternalError: They differ.
+        """
+        history, known, survey = self._context.history, self._known, run.survey
+        if self.structure is None or not survey.uses:
+            return
+        try:
+            numbers = self._between.numbered(self.structure)
+            travels = any(group.propagator.travels for group in self._context.groups)
+            plan = Plan.of(survey, self.structure, numbers, travels)
+        except Unplanned as why:
+            history[f"surveyed: {why}"] += 1
+            return
+        history["planned"] += 1
+        if known is not None and known.plan != plan:
+            raise InternalError("A backward pass was planned differently from others like it.")
+        self._plan = plan
+
+    def keep(self, observers: Sequence[Observer]) -> None:
+        """Keep the plan, and what observers leave in it, since the pass went well."""
+        if self._plan is None or self.structure is None:
+            return
+        plan = self._plan if self._known is None else self._known.plan
+        plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
+        if self._known is None:
+            plans.keep(self._asked, self.structure, plan)
+
+
+def _recognised(between: Operations, roots: Sequence[Edge]) -> Structure | None:
+    """The structure of the graph; ``None`` if there is no call in it.
+
+    Raises:
+        Unplanned: No plan may be made of the pass.
+    """
+    if not roots:
+        raise Unplanned("it is inside of another, or its roots are unknown")
+    structure = Structure(roots, between)
+    return structure if structure.sites else None
