@@ -7,8 +7,9 @@ chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.nn import Module
@@ -20,7 +21,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
-from backpack_core.plugins.sameness import methods_behind, same_maps
+from backpack_core.plugins.sameness import has_other, methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -33,15 +34,16 @@ class Resolved(NamedTuple):
         provenance: The plugin that provided it.
         is_fallback: Whether there is no rule, so that ``rule`` is a ``NoRule``.
         params: The parameters that it covers; those of submodules as ``"out_proj.weight"``.
-        methods: The methods that determine what the module computes. The rule is not used for a
-            module that overrides one of them as an attribute of its own.
+        methods: The methods that determine what the module computes, by name. The rule is not used
+            for a module that has another one as an attribute of its own, or whose class was patched
+            since.
     """
 
     rule: LayerRule
     provenance: Provenance
     is_fallback: bool = False
     params: tuple[str, ...] = ()
-    methods: frozenset[str] = frozenset()
+    methods: Mapping[str, Any] = MappingProxyType({})
 
 
 # A checked contribution: the name of its table in the registry, its key there, and itself.
@@ -111,9 +113,7 @@ class Registry:
             if not resolved.is_fallback:
                 vet(type(resolved.rule), module, who=resolved.provenance)
             cache[kind] = resolved
-        if resolved.methods.isdisjoint(module.__dict__):
-            return resolved
-        return FALLBACK
+        return FALLBACK if has_other(module, resolved.methods) else resolved
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class; see :meth:`resolve`."""

@@ -6,7 +6,7 @@ Without this, a subclass with another ``forward`` would silently be differentiat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -41,9 +41,22 @@ def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
 
 
 @remembered
-def methods_behind(parent: type) -> frozenset[str]:
-    """The methods that determine what a module class computes, including ``forward``."""
-    return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})
+def methods_behind(parent: type) -> Mapping[str, Any]:
+    """The methods that determine what a module class computes, as it has them when first seen."""
+    names = {"forward", *(n for n in _looked_up(parent) if _method(parent, n))}
+    return {name: _attribute(parent, name) for name in names}
+
+
+def has_other(module: Module, methods: Mapping[str, Any]) -> bool:
+    """Whether a module, or its class by now, has others in the place of these methods."""
+    kind = type(module)
+    is_patched = any(_attribute(kind, name) is not known for name, known in methods.items())
+    return is_patched or not methods.keys().isdisjoint(module.__dict__)
+
+
+def _attribute(kind: type, name: str) -> Any:
+    """What a class has under a name, before descriptors make something of it."""
+    return next((vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)), None)
 
 
 def _looked_up(parent: type) -> frozenset[str]:

@@ -167,7 +167,7 @@ class Traits:
         names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - MODULE_ATTRIBUTES - {*names, *OUR_ATTRIBUTES}
-        # The name that is given twice makes both getters return tuples, even for no other name.
+        # The name that is given twice makes all getters return tuples, even for no other name.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
@@ -176,6 +176,8 @@ class Traits:
         is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)
+        self._of_class = attrgetter(*resolved.methods, *["__mro__"] * 2)  # classes can be patched
+        self._methods = self._of_class(self._kind)
 
     def hold(self, module: Module) -> bool:
         """Whether they still describe the module."""
@@ -185,6 +187,7 @@ class Traits:
                 len(attributes) == self._count
                 and type(module) is self._kind
                 and bool(self._plain(attributes) == self._values)
+                and bool(self._of_class(self._kind) == self._methods)
                 and (self._types is None or self._types == self._types_of(attributes))
             )
         except Exception:  # an attribute is gone, or cannot be compared with a number

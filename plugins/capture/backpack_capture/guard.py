@@ -29,6 +29,7 @@ from backpack_capture.watch import (
     names_in,
 )
 from backpack_core.plugins.registry import registry
+from backpack_core.plugins.sameness import methods_behind
 from backpack_core.record.switch import is_disabled
 from backpack_products.tuning import memory_budget
 from backpack_products.values import look_of
@@ -95,7 +96,9 @@ class Guard:
         kind, table = type(module), vars(module)
         name = self._name(table)
         terms = [f"type({self._name(module)}) is {self._name(kind)}"]
-        terms += [f"{self._name(kind)}.forward is {self._name(kind.forward)}"]
+        for method, known in methods_behind(kind).items():
+            if isinstance(known, types.FunctionType):  # of other kinds, a class makes a new object
+                terms += [f"{self._name(kind)}.{method} is {self._name(getattr(kind, method))}"]
         if not is_compiler(module):
             terms += [f"len({name}) == {len(table)}", f"{name}['training'] is {module.training}"]
             for key, value in table.items():

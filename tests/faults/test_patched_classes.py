@@ -1,0 +1,115 @@
+"""Classes of modules whose methods are replaced between passes: their rules no longer hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backpack_capture import capture
+from backpack_core import backpack, extend
+from backpack_core.extensions import BatchGrad, DiagGGNExact
+
+pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+
+
+def _squared(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight**2, layer.bias)
+
+
+def _squared_convolution(
+    layer: nn.Conv1d, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    return F.conv1d(x, weight**2, bias)
+
+
+class _Line(nn.Linear):
+    """A class that uses its parent's rule."""
+
+
+class _Filter(nn.Conv1d):
+    """Another one."""
+
+
+CASES = [
+    (nn.Linear, "forward", _squared, lambda: nn.Linear(3, 2)),
+    (_Line, "forward", _squared, lambda: _Line(3, 2)),
+    (nn.Conv1d, "_conv_forward", _squared_convolution, lambda: nn.Conv1d(1, 2, 2)),
+    (_Filter, "_conv_forward", _squared_convolution, lambda: _Filter(1, 2, 2)),
+]
+PATCHES = pytest.mark.parametrize(
+    ("kind", "method", "function", "make"),
+    [pytest.param(*case, id=f"{case[0].__name__}.{case[1]}") for case in CASES],
+)
+
+
+def _net(make: Any) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    layer = make()
+    shape = (4, 3) if isinstance(layer, nn.Linear) else (4, 1, 3)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+    x, y = torch.rand(shape), torch.randint(2, (4,))
+    model(x)
+    return extend(model), extend(nn.CrossEntropyLoss()), x, y
+
+
+def _check(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Compare individual gradients, and the diagonal of the GGN, with plain autograd."""
+    for name, parameter in model.named_parameters():
+        rows = [
+            torch.autograd.grad(lossfunc(model(a[None]), b[None]) / len(x), parameter)[0]
+            for a, b in zip(x, y, strict=True)
+        ]
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(rows), msg=name)
+        if "diag_ggn_exact" not in parameter.__dict__:
+            continue
+        diagonal = torch.zeros_like(parameter)
+        for a in x:
+            output = model(a[None]).flatten()
+            p = output.detach().softmax(0)
+            jacobian = torch.stack(
+                [torch.autograd.grad(o, parameter, retain_graph=True)[0] for o in output]
+            )
+            mean = torch.tensordot(p, jacobian, 1)
+            diagonal += torch.tensordot(p, jacobian**2, 1) - mean**2
+        torch.testing.assert_close(parameter.diag_ggn_exact, diagonal / len(x), msg=name)
+
+
+@PATCHES
+@pytest.mark.parametrize("passes", [1, 5, 12])
+def test_a_patched_method_is_differentiated(
+    kind: Any, method: str, function: Any, make: Any, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the next pass is measured, goes by a plan, or would have repeated a recording."""
+    model, lossfunc, x, y = _net(make)
+
+    def step() -> None:
+        with backpack(BatchGrad(), DiagGGNExact()):
+            lossfunc(model(x), y).backward()
+
+    for _ in range(passes):
+        step()
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, method, function)
+        step()
+        _check(model, lossfunc, x, y)
+    step()
+    _check(model, lossfunc, x, y)
+
+
+@PATCHES
+def test_a_captured_step_sees_a_patched_method(
+    kind: Any, method: str, function: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lossfunc, x, y = _net(make)
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, BatchGrad())
+    for _ in range(8):
+        step(x, y)
+    assert any(
+        form.graph and form.graph.replays for forms in step._forms.values() for form in forms
+    )
+    monkeypatch.setattr(kind, method, function)
+    step(x, y)
+    _check(model, lossfunc, x, y)
