@@ -150,7 +150,7 @@ class BackwardPass:
         is_checked, is_due = answers(self.observers, "check"), context.check == "first"
         if is_due and not is_checked:
             self.between.warn_unmeasured()
-        survey.is_measured = is_due and (planning.is_first if is_checked else not survey.is_planned)
+        survey.is_measured = is_due and not (is_checked or survey.is_planned)
         for observer in self.observers:
             observer.begin(self)
 

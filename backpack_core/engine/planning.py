@@ -14,11 +14,6 @@ class Planning:
     A library derives from it.
     """
 
-    @property
-    def is_first(self) -> bool:
-        """Whether nothing was known about such a graph before this pass."""
-        return True
-
     def take(self, run: Any) -> bool:
         """Fill in the survey, and clear the results of earlier passes; returns whether it did.
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backpack_core import Extension, backpack, extend
 from backpack_core.errors import RangeWarning, UnsupportedError, UsageError
@@ -34,6 +35,18 @@ def _pass(
     loss = extend(lossfunc)(extend(model)(torch.randn(4, 3)), torch.tensor([0, 1, 2, 1]))
     with backpack(extension, **options):
         (factor * loss).backward()
+
+
+class Checkpointed(nn.Module):
+    """A model without plans."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.net, x, use_reentrant=False)
+        return result
 
 
 NOT_POSITIVE: dict[str, Callable[[], tuple[nn.Module, float]]] = {
@@ -64,9 +77,10 @@ def test_a_factor_whose_sign_changes() -> None:
         _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)
 
 
-def test_an_extension_that_is_new_to_a_trusted_structure() -> None:
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_an_extension_that_is_new_to_a_trusted_structure(is_planned: bool) -> None:
     """What it refuses by values is refused in its own first pass."""
-    model = mlp()
+    model = mlp() if is_planned else Checkpointed(mlp())
     for _ in range(3):
         _pass(model, DiagHessian(), nn.CrossEntropyLoss(), -1.0)
     with pytest.raises(UnsupportedError, match="negative"):  # the fourth one is not measured

@@ -49,10 +49,16 @@ class Checks(Observer):
                 self.kept.passes += 1
             return
         self.kept = trust = trust_in(run.survey, self._question) if run.is_whole else None
-        if trust is None or (trust.is_enough() and not self._is_always):
+        if trust is None:
+            run.survey.is_measured = not any(self._question)
+            return
+        asked, is_due = run.context.asked, self._is_always or not trust.is_enough()
+        run.survey.is_measured = is_due or asked not in trust.asked
+        trust.asked.add(asked)
+        if not is_due:
             return
         run.context.seen.add("measured")
-        run.survey.is_measured = self.needs_autograd = True
+        self.needs_autograd = True
         self._measurement = measurement = Measurement(run.survey, run.roots, trust, self._question)
         keeping = [group.propagator.keeps_apart for group in run.groups]
         if keeping and all(keeping) and not run.context.beside:

@@ -35,11 +35,13 @@ class Trust:
         open_sites: Outputs of calls at which nothing could be compared yet, by number in the walk;
             and -1 while an operation gave zeros only. ``None`` before the first pass.
         summed: Parameters whose gradient equals the sum of their products, by keys of their uses.
+        asked: What was asked for in passes of this structure.
     """
 
     passes: int = 0
     open_sites: set[int] | None = None
     summed: set[Hashable] = field(default_factory=set)
+    asked: set[Hashable] = field(default_factory=set)
 
     def is_due(self, after: int = 1) -> bool:
         """Whether a pass is measured anyway: the passes 1, 2, 4, 8, … are.

@@ -5,7 +5,7 @@ Core asks one :class:`Operations` in each pass, in the order of the sections bel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -18,9 +18,7 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.errors import BackpackWarning, warn_once
 from backpack_core.record.call import Call, CallCaches, Edge, Site
-from backpack_core.record.run import Run
 from backpack_operations import nodes, refusals
-from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
 from backpack_operations.arguments import axes_of, said
 from backpack_operations.bare import add_leaves
@@ -28,33 +26,23 @@ from backpack_operations.crossings import Crossings
 from backpack_operations.inner_pass import pass_inside
 from backpack_operations.inside import read_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
-from backpack_operations.noted import Unplanned
 from backpack_operations.own_order import Chunks
-from backpack_operations.owners import Owners, owners_of_losses
+from backpack_operations.owners import note_owners
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.plan import plans
-from backpack_operations.planned import (
-    ByValue,
-    PlannedAlignment,
-    PlannedFacts,
-    PlannedUses,
-    inside_of,
-    why_told,
-)
 from backpack_operations.planning import Planning
-from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
+from backpack_operations.received import run_of
 from backpack_operations.recording import record
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
 from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
-from backpack_operations.structure import OVERWRITTEN, Structure
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
-from backpack_products.substitutes import computed_substitutes, is_parameter
+from backpack_products.substitutes import is_parameter
 
 Grads = Sequence[Tensor | None]
 
@@ -69,7 +57,6 @@ class Operations(Between[GraphSurvey]):
         )
         self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
-        self._rows: list[Rows] = []  # of memories, that calls received outside of models
         self._is_first = True
         self._with_hooks: tuple[set[Node], set[Node], set[Node]] = set(), set(), set()
         self._visited_views: set[Call] = set()
@@ -102,7 +89,7 @@ class Operations(Between[GraphSurvey]):
         self._edges += edges
         can_keep_apart = all(propagator.keeps_apart for propagator in context.propagators)
         align(survey.alignment, survey, self._edges, can_keep_apart)
-        self._note_owners()
+        note_owners(survey, context.propagators)
         refusals.refuse_misaligned(survey, survey.alignment, context.propagators)
         refusals.refuse_other_order(survey, context.extensions)
         add_leaves(survey)
@@ -110,11 +97,6 @@ class Operations(Between[GraphSurvey]):
             if context.groups and self._is_first:
                 refusals.refuse_loss_alone(survey, context.extensions)
             refusals.refuse_bare(survey, context.extensions)
-
-    def _note_owners(self) -> None:
-        """Note the sample of each row of the losses, if ``subsampling`` chooses samples there."""
-        if any(p.subsampling is not None for p in self.context.propagators):
-            self.survey.loss_owners = owners_of_losses(self.survey)
 
     def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
         """Raise an error unless ``backward()`` is called on a weighted sum of extended losses."""
@@ -129,98 +111,9 @@ class Operations(Between[GraphSurvey]):
 
     def planning(self, roots: Sequence[Edge]) -> Planning:
         """Plans of earlier passes over graphs of the same structure."""
-        return Planning(self, roots)
+        return Planning(self.context, self.survey, roots)
 
     latest_plan, forget = staticmethod(plans.latest), staticmethod(plans.forget)
-
-    def facts_of(self, node: Node) -> Sequence[Any]:
-        """What a decision about an operation may depend on: settings that it saved, no tensors.
-
-        Raises:
-            Unplanned: No plan can tell.
-        """
-        if type(node) is CopyNode or nodes.is_nested(node):
-            is_copy = type(node) is CopyNode
-            raise Unplanned(OVERWRITTEN if is_copy else "there are nested tensors")
-        return nodes.settings_of(node)
-
-    def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
-        """What a decision about data may depend on: where they lie in what the model received."""
-        run = call.run
-        if not run.memories:
-            rows = None if call.rule.is_loss else rows_of(tensor)
-            self._rows += () if rows is None else (rows,)
-            return (rows is None,)
-        given = () if len(run.inputs) < 2 else tuple([each.span for each in run.inputs])
-        return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
-
-    def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """How rows that calls and models received lie relative to each other in memory.
-
-        Asked last.
-        """
-        if computed_substitutes():
-            raise Unplanned("weights are handed over")
-        if self.context.beside:
-            raise Unplanned("beside=... is about this pass alone")
-        told = () if self.context.told is None else self.context.told.facts
-        received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
-        return *told, *relations([*self._rows, *(received if len(received) > 1 else ())])
-
-    def numbered(self, structure: Structure) -> PlannedFacts | None:
-        """Where samples lie, and how operations use parameters, for a plan.
-
-        Raises:
-            Unplanned: A finding depends on more than the structure.
-        """
-        survey = self.survey
-        if why := survey.why_unusual or why_told(self.context.told, structure):
-            raise Unplanned(why)
-        is_plain = survey.alignment.is_plain and not survey.are_moved
-        alignment = None if is_plain else PlannedAlignment.of(survey, structure)
-        uses, number = PlannedUses.of(survey, structure), structure.between
-        if not survey.looked_at.keys() <= number.keys():
-            raise Unplanned("data meet parameters inside a module")
-        looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
-        insides = [
-            (n, inside_of(site))
-            for n, site in enumerate(structure.sites.values())
-            if site.call in survey.opened and not site.call.rule.transparent
-        ]
-        if alignment is None and uses is None and not (looked_at or insides):
-            return None
-        return PlannedFacts(alignment, uses, tuple(looked_at), tuple(insides))
-
-    def holds(self, facts: PlannedFacts | None, batch_size: int, structure: Structure) -> bool:
-        """Whether values of data tell the same ids, and opened calls have the same operations."""
-        if facts is None:
-            return True
-        sites = [*structure.sites.values()]
-        if any(inside_of(sites[n]) != planned for n, planned in facts.insides):
-            return False
-        if not facts.looked_at:
-            return True
-        survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
-        survey.received = dict.fromkeys(structure.sites, batch_size)
-        ids, between = Owners(survey).ids, [*structure.between]
-        return all(ByValue(ids.of_data_at(between[n])) == told for n, told in facts.looked_at)
-
-    def fill(self, facts: PlannedFacts | None, structure: Structure) -> None:
-        """Fill in the survey of another graph of the same structure."""
-        survey = self.survey
-        survey.between = dict.fromkeys([(node, ()) for node in structure.between])
-        survey.alignment.batch_size = survey.batch_size
-        survey.fit_told()
-        if facts is None:
-            is_other = any(c.rule.reads_inside or c.stored.computed for c, _ in survey.sites)
-            survey.is_straight = not (survey.opened or is_other)
-            return
-        if facts.alignment is not None:
-            facts.alignment.fill(survey, structure)
-        if facts.uses is not None:
-            facts.uses.fill(survey, structure)
-        add_leaves(survey)
-        self._note_owners()
 
     # Visits ---------------------------------------------------------------------------------------
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.propagator import Propagator
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import nodes
 from backpack_operations.batch import declared_axis
@@ -214,11 +216,15 @@ class Owners:
 # Losses -------------------------------------------------------------------------------------------
 
 
-def owners_of_losses(survey: GraphSurvey) -> dict[tuple[Call, int], Tensor]:
-    """The sample of each row that losses received, where samples have several and it is known."""
-    losses = [site for site in survey.alignment.faults if site[0].rule.is_loss]
-    owners = {site: owners_at(survey, site[0]) for site in losses}
-    return {site: rows for site, rows in owners.items() if rows is not None}
+def note_owners(survey: GraphSurvey, propagators: Iterable[Propagator]) -> None:
+    """Note the sample of each row of the losses, if ``subsampling`` chooses samples there.
+
+    They are noted where samples have several rows, and their samples are known.
+    """
+    if any(propagator.subsampling is not None for propagator in propagators):
+        losses = [site for site in survey.alignment.faults if site[0].rule.is_loss]
+        owners = {site: owners_at(survey, site[0]) for site in losses}
+        survey.loss_owners = {site: rows for site, rows in owners.items() if rows is not None}
 
 
 def owners_at(survey: GraphSurvey, loss: Call) -> Tensor | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
@@ -23,6 +23,9 @@ from backpack_core.record.call import Call
 from backpack_core.record.owner import owner_of
 from backpack_operations.noted import Unplanned
 from backpack_operations.structure import Structure
+
+if TYPE_CHECKING:  # that file imports this one
+    from backpack_operations.planned import PlannedFacts
 
 MOST: Final = 100  # plans that are kept for one model; older ones are forgotten
 
@@ -60,24 +63,26 @@ class Plan:
     Attributes:
         steps: What happens at each output of a call, losses first.
         batch_size: The number that stands for the batch size in :attr:`Structure.lengths`.
-        numbers: What the library of operations has found out between calls, with numbers instead
-            of nodes; ``None`` if nothing.
+        facts: What was found out between calls, with numbers instead of nodes; ``None`` if
+            nothing.
         kept: What observers of passes leave in the plan, by their class.
     """
 
     steps: tuple[Step, ...]
     batch_size: int
-    numbers: Any
+    facts: PlannedFacts | None
     kept: dict[type, Any] = field(compare=False, default_factory=dict)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure, numbers: Any, travels: bool) -> Plan:
+    def of(
+        cls, survey: Survey, structure: Structure, facts: PlannedFacts | None, travels: bool
+    ) -> Plan:
         """Make the plan of a pass that was surveyed.
 
         Args:
             survey: What is known about the graph.
             structure: The structure of the graph.
-            numbers: See the attribute.
+            facts: See the attribute.
             travels: Whether any quantity is sent, besides autograd's own gradient.
 
         Raises:
@@ -95,12 +100,12 @@ class Plan:
             to, names = [number.get(edge, 0) for edge in edges], survey.trained[call]
             is_opened = call in survey.opened
             steps.append(Step(call.path, tuple([n for n, *_ in names]), is_opened, tuple(to)))
-        return cls(tuple(steps), structure.lengths[survey.batch_size], numbers)
+        return cls(tuple(steps), structure.lengths[survey.batch_size], facts)
 
     @property
     def counts(self) -> bool:
         """Whether the plan counts entries of axes, and so holds for equal shapes only."""
-        return self.numbers is not None
+        return self.facts is not None
 
 
 @dataclass(eq=False)

@@ -14,12 +14,15 @@ from typing import Any, Final, NamedTuple, TypeVar
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.propagator import Propagator
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Use
 from backpack_core.record.call import Site
 from backpack_core.record.owner import owner_of
 from backpack_operations import faults, nodes
+from backpack_operations.bare import add_leaves
 from backpack_operations.noted import Unplanned
+from backpack_operations.owners import Owners, note_owners
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.plan import model_of, plans, trained_by
@@ -245,7 +248,7 @@ class PlannedUses(NamedTuple):
 
 
 class PlannedFacts(NamedTuple):
-    """What a plan keeps about operations and samples.
+    """What a plan keeps about operations and samples; ``None`` stands for nothing unusual.
 
     Attributes:
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
@@ -258,3 +261,65 @@ class PlannedFacts(NamedTuple):
     uses: PlannedUses | None
     looked_at: tuple[tuple[int, ByValue], ...]
     insides: tuple[tuple[int, Inside], ...]
+
+    @classmethod
+    def of(cls, survey: GraphSurvey, structure: Structure) -> PlannedFacts | None:
+        """Where samples lie, and how operations use parameters.
+
+        Raises:
+            Unplanned: It depends on more than the structure.
+        """
+        if why := survey.why_unusual or why_told(survey.told, structure):
+            raise Unplanned(why)
+        is_plain = survey.alignment.is_plain and not survey.are_moved
+        alignment = None if is_plain else PlannedAlignment.of(survey, structure)
+        uses, number = PlannedUses.of(survey, structure), structure.between
+        if not survey.looked_at.keys() <= number.keys():
+            raise Unplanned("data meet parameters inside a module")
+        looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
+        insides = [
+            (n, inside_of(site))
+            for n, site in enumerate(structure.sites.values())
+            if site.call in survey.opened and not site.call.rule.transparent
+        ]
+        if alignment is None and uses is None and not (looked_at or insides):
+            return None
+        return cls(alignment, uses, tuple(looked_at), tuple(insides))
+
+    def hold(self, batch_size: int, structure: Structure) -> bool:
+        """Whether values of data tell the same ids, and opened calls have the same operations."""
+        sites = [*structure.sites.values()]
+        if any(inside_of(sites[n]) != planned for n, planned in self.insides):
+            return False
+        if not self.looked_at:
+            return True
+        survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
+        survey.received = dict.fromkeys(structure.sites, batch_size)
+        ids, between = Owners(survey).ids, [*structure.between]
+        return all(ByValue(ids.of_data_at(between[n])) == told for n, told in self.looked_at)
+
+    def fill(self, survey: GraphSurvey, structure: Structure) -> None:
+        """Fill in the survey of another graph of the same structure."""
+        if self.alignment is not None:
+            self.alignment.fill(survey, structure)
+        if self.uses is not None:
+            self.uses.fill(survey, structure)
+        add_leaves(survey)
+
+
+def fill(
+    survey: GraphSurvey,
+    facts: PlannedFacts | None,
+    structure: Structure,
+    propagators: Iterable[Propagator],
+) -> None:
+    """Fill in what lies between the calls of another graph of the same structure."""
+    survey.between = dict.fromkeys([(node, ()) for node in structure.between])
+    survey.alignment.batch_size = survey.batch_size
+    survey.fit_told()
+    if facts is None:
+        is_other = any(c.rule.reads_inside or c.stored.computed for c, _ in survey.sites)
+        survey.is_straight = not (survey.opened or is_other)
+    else:
+        facts.fill(survey, structure)
+        note_owners(survey, propagators)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from backpack_core.contract.observer import Observer
 from backpack_core.engine import planning
+from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.fields import clear
 from backpack_core.errors import InternalError
@@ -18,10 +18,9 @@ from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_operations.noted import Unplanned
 from backpack_operations.plan import Plan, Planned, plans
+from backpack_operations.planned import PlannedFacts, fill
 from backpack_operations.structure import Structure
-
-if TYPE_CHECKING:  # that file imports this one
-    from backpack_operations.between import Operations
+from backpack_operations.survey import GraphSurvey
 
 
 class Planning(planning.Planning):
@@ -31,18 +30,19 @@ class Planning(planning.Planning):
         structure: The structure of its graph; ``None`` if no plan can be made of it.
     """
 
-    def __init__(self, between: Operations, roots: Sequence[Edge]) -> None:
+    def __init__(self, context: Context, survey: GraphSurvey, roots: Sequence[Edge]) -> None:
         """Recognise the graph.
 
         Args:
-            between: What lies between calls; the graph has not been walked yet.
+            context: What was asked for.
+            survey: The survey of the pass, which is empty yet.
             roots: What ``backward()`` was called on; empty if that is not known.
         """
-        self._context, self._between = between.context, between
+        self._context, self._survey = context, survey
         self._plan: Plan | None = None  # to be kept
         self.structure: Structure | None = None
         try:
-            self.structure = _recognised(between, roots)
+            self.structure = _recognised(context, roots)
         except Unplanned as why:
             self._context.history[f"surveyed: {why}"] += 1
 
@@ -57,23 +57,19 @@ class Planning(planning.Planning):
         known = None if structure is None else plans.get(self._asked, structure)
         if known is None or structure is None:
             return None
-        if self._between.holds(known.plan.numbers, known.batch_size, structure):
+        facts = known.plan.facts
+        if facts is None or facts.hold(known.batch_size, structure):
             return known
         self._context.history["surveyed: data, or operations inside of a module, differ"] += 1
         self.structure = None
         return None
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this pass has made the first plan of its structure, for what is asked."""
-        return self._plan is not None and self._known is None
-
     def take(self, run: BackwardPass) -> bool:
         """Go by the plan of earlier passes, if there is one and all observers agree to it."""
-        known, structure, between = self._known, self.structure, self._between
+        known, structure, survey = self._known, self.structure, self._survey
         if known is None or structure is None:
             return False
-        kept, survey = known.plan.kept, run.survey
+        kept = known.plan.kept
         if not all(observer.goes_by(kept.get(type(observer))) for observer in run.observers):
             return False
         self._context.history["planned before"] += 1
@@ -83,9 +79,9 @@ class Planning(planning.Planning):
         survey.sites, survey.batch_size = structure.sites, known.batch_size
         if run.driven is None or any(observer.needs_survey for observer in run.observers):
             known.fill(survey, structure)
-            between.fill(known.plan.numbers, structure)
+            fill(survey, known.plan.facts, structure, run.context.propagators)
         if run.driven is None:
-            between.attend(run)
+            run.between.attend(run)
         calls = [call for call, _ in structure.sites if not call.rule.is_loss]
         clear(survey, calls, run.context, run.sink.new, known, structure.parameters)
         return True
@@ -96,13 +92,13 @@ class Planning(planning.Planning):
         Raises:
             InternalError: They differ.
         """
-        history, known, survey = self._context.history, self._known, run.survey
+        history, known, survey = self._context.history, self._known, self._survey
         if self.structure is None or not survey.uses:
             return
         try:
-            numbers = self._between.numbered(self.structure)
+            facts = PlannedFacts.of(survey, self.structure)
             travels = any(group.propagator.travels for group in self._context.groups)
-            plan = Plan.of(survey, self.structure, numbers, travels)
+            plan = Plan.of(survey, self.structure, facts, travels)
         except Unplanned as why:
             history[f"surveyed: {why}"] += 1
             return
@@ -121,7 +117,7 @@ class Planning(planning.Planning):
             plans.keep(self._asked, self.structure, plan)
 
 
-def _recognised(between: Operations, roots: Sequence[Edge]) -> Structure | None:
+def _recognised(context: Context, roots: Sequence[Edge]) -> Structure | None:
     """The structure of the graph; ``None`` if there is no call in it.
 
     Raises:
@@ -129,5 +125,5 @@ def _recognised(between: Operations, roots: Sequence[Edge]) -> Structure | None:
     """
     if not roots:
         raise Unplanned("it is inside of another, or its roots are unknown")
-    structure = Structure(roots, between)
+    structure = Structure(roots, context)
     return structure if structure.sites else None

@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import LeafNode, Node
+from backpack_core.engine.active import Context
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
+from backpack_operations import nodes
+from backpack_operations._torch import CopyNode
 from backpack_operations.noted import Noted, Unplanned, noted_of
-
-if TYPE_CHECKING:  # that file imports this one
-    from backpack_operations.between import Operations
+from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
+from backpack_products.substitutes import computed_substitutes, is_parameter
 
 Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that the walk goes through, each inside of the next
@@ -42,22 +44,22 @@ class Structure:
         key: The facts: equal for graphs of equal shapes that have the same decisions.
     """
 
-    def __init__(self, roots: Iterable[Edge], between: Operations) -> None:
+    def __init__(self, roots: Iterable[Edge], context: Context) -> None:
         """Walk the graph.
 
         Args:
             roots: What ``backward()`` is called on.
-            between: Tells what decisions about operations and data depend on.
+            context: What was asked for.
 
         Raises:
             Unplanned: The graph has no key.
         """
-        self._between = between
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
         self.parameters: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self._runs: dict[Run, int] = {}
+        self._rows: list[Rows] = []  # of memories that calls received outside of models
         self._regions: dict[Node, Region] = {}
         self.places: dict[Place, int] = {}
         todo: list[tuple[Node, int, Region]] = [(*edge[:2], ()) for edge in roots]
@@ -91,7 +93,7 @@ class Structure:
                     region = (call, *region)
             for edge in further:
                 todo.append((edge[0], edge[1], region))
-        self.key = (*facts, *between.facts_of_runs(self._runs))
+        self.key = (*facts, *self._relations(context))
 
     @cached_property
     def _flat(self) -> list[Any]:
@@ -141,16 +143,37 @@ class Structure:
         for tensor, edge in zip(stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
             if edge is None:
-                facts += (
-                    self._between.is_parameter(tensor),
-                    tensor.requires_grad,
-                    *self._between.facts_of_data(call, tensor),
-                )
+                facts += is_parameter(tensor), tensor.requires_grad, *self._place_of(tensor, call)
             elif edge.level:
                 raise Unplanned(OVERWRITTEN)
             else:
                 further.append(edge)
         return further
+
+    def _place_of(self, tensor: Tensor, call: Call) -> Iterable[Any]:
+        """Where data of a call lie in what its model received."""
+        run = call.run
+        if not run.memories:
+            rows = None if call.rule.is_loss else rows_of(tensor)
+            self._rows += () if rows is None else (rows,)
+            return (rows is None,)
+        given = () if len(run.inputs) < 2 else tuple([each.span for each in run.inputs])
+        return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
+
+    def _relations(self, context: Context) -> Iterable[Any]:
+        """How rows that calls and models received lie relative to each other in memory.
+
+        Raises:
+            Unplanned: What was asked for is about this pass alone.
+        """
+        if computed_substitutes():
+            raise Unplanned("weights are handed over")
+        if context.beside:
+            raise Unplanned("beside=... is about this pass alone")
+        told = () if context.told is None else context.told.facts
+        runs = self._runs
+        received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
+        return *told, *relations([*self._rows, *(received if len(received) > 1 else ())])
 
     def _number_of(self, parameter: Tensor | None) -> int:
         """The number of a parameter, in the order of the walk."""
@@ -185,13 +208,15 @@ class Structure:
         if kind is LeafNode:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
             facts += leaf.shape, leaf.dtype
-            if self._between.is_parameter(leaf):
+            if is_parameter(leaf):
                 facts.append(self._number_of(leaf))
             return []
-        own = self._between.facts_of(node)
+        if type(node) is CopyNode or nodes.is_nested(node):
+            is_copy = type(node) is CopyNode
+            raise Unplanned(OVERWRITTEN if is_copy else "there are nested tensors")
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
-        facts += own
+        facts += nodes.settings_of(node)
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
