@@ -27,44 +27,10 @@ class Observer:
     Attributes:
         answers: The arguments of ``backpack(...)`` that it handles.
         needs_autograd: Whether autograd must run, because the observer looks at gradients.
-        needs_visits: Whether it looks at visits, or adds to them, in passes with a known plan, so
-            that no driver may replace them.
-        needs_survey: Whether it asks the survey for more than sites, even where a driver replaces
-            the visits.
-        kept: What the plan of the pass keeps for later observers of this class; ``None`` for
-            nothing.
     """
 
     answers: frozenset[str] = frozenset()
     needs_autograd: bool = False
-    needs_visits: bool = True
-    needs_survey: bool = False
-    kept: Any = None
-
-    def goes_by(self, kept: Any) -> bool:
-        """Whether the pass may use the plan of an earlier pass, and so survey nothing.
-
-        Args:
-            kept: What an earlier observer of this class left in the plan; ``None`` if nothing.
-        """
-        return True
-
-    def drive(self, run: Any, planned: Any, structure: Any) -> Driver | None:
-        """A driver that replaces the visits of a pass with a known plan; ``None`` for the engine.
-
-        Args:
-            run: The pass, before anything is surveyed.
-            planned: The :class:`~backpack_operations.plan.Planned` that it uses.
-            structure: Its :class:`~backpack_operations.structure.Structure`.
-        """
-        return None
-
-    def goes_alone(self, run: Any, planned: Any, structure: Any) -> bool:
-        """Whether :meth:`instead` will make all visits of a pass with a known plan.
-
-        The arguments are those of :meth:`drive`.
-        """
-        return False
 
     def begin(self, run: Any) -> None:
         """Called when the graph is surveyed. It may append groups of its own to ``run.groups``."""

@@ -323,7 +323,7 @@ class BackwardPass:
         for observer in self.observers:
             observer.finish(self)
         if self._planning is not None:
-            self._planning.keep(self.observers)
+            self._planning.keep(self)
         if self.is_part:
             return
         found = [observer.results(self) for observer in self.observers]

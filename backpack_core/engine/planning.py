@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from backpack_core.contract.observer import Observer
 
 
 class Planning:
@@ -25,9 +22,5 @@ class Planning:
     def make(self, run: Any) -> None:
         """Note what the survey of a pass has found, before observers look at the pass."""
 
-    def keep(self, observers: Sequence[Observer]) -> None:
-        """Keep what was noted, since the pass went well.
-
-        Args:
-            observers: They may leave something, too; see :attr:`Observer.kept`.
-        """
+    def keep(self, run: Any) -> None:
+        """Keep what was noted, since the pass went well."""

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from backpack_core import View, backpack, extend, hookimpl
-from backpack_core.contract.observer import Observer
 from backpack_core.extensions import BatchGrad
 from backpack_core.testing.isolation import temporary_plugin
+from backpack_operations.observer import PlanObserver
 from tests.forks import python
 
 
-class Noting(Observer):
+class Noting(PlanObserver):
     """Notes its calls."""
 
     def __init__(self, calls: list[str], kept: Any = None, goes: bool = True) -> None:
@@ -67,7 +67,7 @@ def _attended(kind: type[Noting], *given: Any) -> tuple[SimpleNamespace, list[st
     calls: list[str] = []
 
     @hookimpl
-    def backpack_run(run: Any) -> Observer:
+    def backpack_run(run: Any) -> PlanObserver:
         assert not run.survey.sites
         calls.append("run")
         return kind(calls, *given)

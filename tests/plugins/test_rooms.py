@@ -84,7 +84,8 @@ OPEN = {
         "overrides regrouping",
     ),
     "backpack_operations": (
-        "alignment bare bridge carrier chosen fused nodes operands order own_pass plan structure",
+        "alignment bare bridge carrier chosen fused nodes observer operands order own_pass plan "
+        "structure",
         "_torch apart batch own_order owners paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),

@@ -15,9 +15,10 @@ from backpack_capture._torch import is_ordinary
 from backpack_capture.nested import is_plain
 from backpack_capture.visited import Entry, Opaque, attributes_of, given_to
 from backpack_core.contract.bases import only_computes
-from backpack_core.contract.observer import Driver, Observer
+from backpack_core.contract.observer import Driver
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.backward import BackwardPass
+from backpack_operations.observer import PlanObserver, looks_at_visits, of_plans
 from backpack_operations.plan import Planned, model_of, plans
 from backpack_operations.structure import Structure
 from backpack_products.open_functions import Operation
@@ -28,7 +29,7 @@ MOST: Final = 4  # recordings of one plan, for different settings of extensions
 MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as several passes
 
 
-class Visits(Observer):
+class Visits(PlanObserver):
     """Drives passes by recordings, or makes recordings."""
 
     needs_visits = False
@@ -37,7 +38,7 @@ class Visits(Observer):
         """A driver by a valid recording, or one that makes a recording, or ``None``."""
         if not _may_repeat(run):
             return None
-        is_alone = any(each.goes_alone(run, planned, structure) for each in run.observers)
+        is_alone = any(each.goes_alone(run, planned, structure) for each in of_plans(run))
         entry = _entry(planned, run.context.extensions, is_alone)
         if entry is None or entry.refusal:
             return None
@@ -63,7 +64,7 @@ def _may_repeat(run: BackwardPass) -> bool:
     """Whether only rules and extensions do anything at visits of a pass."""
     context, options = run.context, run.arguments.options
     return not (
-        any(observer.needs_visits for observer in run.observers)
+        looks_at_visits(run)
         or not run.is_outermost
         or options.get("inputs") is not None
         or options.get("create_graph")

@@ -8,12 +8,12 @@ from typing import Any
 from backpack_checks.dyed import Question
 from backpack_checks.sums import SumCheck
 from backpack_checks.trust import Measurement, Trust, trust_in
-from backpack_core.contract.observer import Observer
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.groups import Group
+from backpack_operations.observer import PlanObserver
 
 
-class Checks(Observer):
+class Checks(PlanObserver):
     """Measures passes until their structure is known to be right: by the dye, and by sums.
 
     Attributes:

@@ -20,13 +20,14 @@ from backpack_checks._torch import hook_leaf_first
 from backpack_checks.trust import Trust, known_of
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.observer import Observer, Options
+from backpack_core.contract.observer import Options
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.groups import Group
 from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
+from backpack_operations.observer import PlanObserver
 from backpack_operations.order import behind
 from backpack_products import operations
 from backpack_products.column_propagator import OutputGradient
@@ -39,7 +40,7 @@ _PRECISE = (torch.float32, torch.float64)  # in half precision, autograd's sums 
 _Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
 
 
-class WithoutGradients(Observer):
+class WithoutGradients(PlanObserver):
     """Has autograd leave out the gradients of parameters with results (``gradient="none"``)."""
 
     answers = frozenset({"gradient"})
@@ -50,7 +51,7 @@ class WithoutGradients(Observer):
         return without_gradients(run.survey, run.roots, given)
 
 
-class PlainGradient(Observer):
+class PlainGradient(PlanObserver):
     """The parameters of a pass that get the sum of their product as gradient, and these sums.
 
     A parameter is trusted after the sum has equalled autograd's gradient in an earlier pass.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from backpack_core.contract.observer import Observer
 from backpack_core.engine import planning
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
@@ -17,6 +16,7 @@ from backpack_core.errors import InternalError
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_operations.noted import Unplanned
+from backpack_operations.observer import of_plans
 from backpack_operations.plan import Plan, Planned, plans
 from backpack_operations.planned import PlannedFacts, fill
 from backpack_operations.structure import Structure
@@ -69,15 +69,15 @@ class Planning(planning.Planning):
         known, structure, survey = self._known, self.structure, self._survey
         if known is None or structure is None:
             return False
-        kept = known.plan.kept
-        if not all(observer.goes_by(kept.get(type(observer))) for observer in run.observers):
+        kept, observers = known.plan.kept, of_plans(run)
+        if not all(observer.goes_by(kept.get(type(observer))) for observer in observers):
             return False
         self._context.history["planned before"] += 1
-        drivers = [observer.drive(run, known, structure) for observer in run.observers]
+        drivers = [observer.drive(run, known, structure) for observer in observers]
         run.driver = next((driver for driver in drivers if driver is not None), None)
         run.driven = None if run.driver is None else run.driver.outputs
         survey.sites, survey.batch_size = structure.sites, known.batch_size
-        if run.driven is None or any(observer.needs_survey for observer in run.observers):
+        if run.driven is None or any(observer.needs_survey for observer in observers):
             known.fill(survey, structure)
             fill(survey, known.plan.facts, structure, run.context.propagators)
         if run.driven is None:
@@ -107,12 +107,12 @@ class Planning(planning.Planning):
             raise InternalError("A backward pass was planned differently from others like it.")
         self._plan = plan
 
-    def keep(self, observers: Sequence[Observer]) -> None:
+    def keep(self, run: BackwardPass) -> None:
         """Keep the plan, and what observers leave in it, since the pass went well."""
         if self._plan is None or self.structure is None:
             return
         plan = self._plan if self._known is None else self._known.plan
-        plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
+        plan.kept.update({type(o): o.kept for o in of_plans(run) if o.kept is not None})
         if self._known is None:
             plans.keep(self._asked, self.structure, plan)
 
