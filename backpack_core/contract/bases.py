@@ -64,8 +64,9 @@ def declare_only_computes(package: str) -> None:
 
 
 def only_computes(cls: type) -> bool:
-    """Whether :func:`declare_only_computes` was called for the package of a class."""
-    return cls.__module__.partition(".")[0] in _ONLY_COMPUTING
+    """Whether :func:`declare_only_computes` was called for its package, and it calls no others."""
+    home = None if getattr(cls, "calls_others", False) else cls.__module__.partition(".")[0]
+    return home in _ONLY_COMPUTING
 
 
 def judge(function: Judge) -> Judge:

@@ -41,6 +41,8 @@ class LayerRule(ABC):
             ``_jac_t_mat_prod`` is never called, and submodules are visited on their own.
         is_loss: Whether quantities start here; see :class:`~backpack_core.LossRule`.
         reads_inside: Parameters whose gradient autograd may deliver at :meth:`node_inside`.
+        calls_others: Whether methods call code of users, as a loss function that a module was made
+            of. Nobody promises what that code depends on, so it is called in every pass.
 
     Properties that are not declared are assumed to be absent. The conformance kit checks each
     declaration.
@@ -56,6 +58,7 @@ class LayerRule(ABC):
     transparent: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
     reads_inside: ClassVar[tuple[str, ...]] = ()
+    calls_others: ClassVar[bool] = False
 
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.

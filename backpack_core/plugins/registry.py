@@ -21,7 +21,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
-from backpack_core.plugins.sameness import has_other, methods_behind, same_maps
+from backpack_core.plugins.sameness import attributes_behind, has_other, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -34,16 +34,16 @@ class Resolved(NamedTuple):
         provenance: The plugin that provided it.
         is_fallback: Whether there is no rule, so that ``rule`` is a ``NoRule``.
         params: The parameters that it covers; those of submodules as ``"out_proj.weight"``.
-        methods: The methods that determine what the module computes, by name. The rule is not used
-            for a module that has another one as an attribute of its own, or whose class was patched
-            since.
+        behind: What determines what the module computes, by name: methods, and ``None`` for names
+            that the class lacks. The rule is not used for a module that has another method as an
+            attribute of its own, or whose class was changed since.
     """
 
     rule: LayerRule
     provenance: Provenance
     is_fallback: bool = False
     params: tuple[str, ...] = ()
-    methods: Mapping[str, Any] = MappingProxyType({})
+    behind: Mapping[str, Any] = MappingProxyType({})
 
 
 # A checked contribution: the name of its table in the registry, its key there, and itself.
@@ -113,7 +113,7 @@ class Registry:
             if not resolved.is_fallback:
                 vet(type(resolved.rule), module, who=resolved.provenance)
             cache[kind] = resolved
-        return FALLBACK if has_other(module, resolved.methods) else resolved
+        return FALLBACK if has_other(module, resolved.behind) else resolved
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class; see :meth:`resolve`."""
@@ -122,8 +122,8 @@ class Registry:
             if claims:
                 claim = choose(claims, qualified_name(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
-                methods = methods_behind(parent)
-                return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
+                behind = attributes_behind(parent)
+                return Resolved(claim.value, claim.provenance, False, tuple(names), behind)
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from backpack_core._torch import class_of
+from backpack_core.record.state import tables_behind
 from backpack_core.remember import remembered
 
 # The methods between calling a module and its forward.
@@ -41,22 +43,24 @@ def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
 
 
 @remembered
-def methods_behind(parent: type) -> Mapping[str, Any]:
-    """The methods that determine what a module class computes, as it has them when first seen."""
-    names = {"forward", *(n for n in _looked_up(parent) if _method(parent, n))}
-    return {name: _attribute(parent, name) for name in names}
+def attributes_behind(parent: type) -> Mapping[str, Any]:
+    """What determines what a module class computes, by name, as the class has it when first seen.
+
+    ``None`` stands for names that the class lacks. It may get a property of this name later.
+    """
+    return {n: _attribute(parent, n) for n in ("forward", *_looked_up(parent), *_CALLING)}
 
 
-def has_other(module: Module, methods: Mapping[str, Any]) -> bool:
-    """Whether a module, or its class by now, has others in the place of these methods."""
-    kind = type(module)
-    is_patched = any(_attribute(kind, name) is not known for name, known in methods.items())
-    return is_patched or not methods.keys().isdisjoint(module.__dict__)
+def has_other(module: Module, attributes: Mapping[str, Any]) -> bool:
+    """Whether a module has other methods, or its class has other attributes by now."""
+    kind = class_of(module)
+    is_patched = any(_attribute(kind, name) is not known for name, known in attributes.items())
+    return is_patched or any(hasattr(attributes.get(n), "__get__") for n in module.__dict__)
 
 
 def _attribute(kind: type, name: str) -> Any:
-    """What a class has under a name, before descriptors make something of it."""
-    return next((vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)), None)
+    """What a class below ``Module`` has under a name, before descriptors make something of it."""
+    return next((table[name] for table in tables_behind(kind) if name in table), None)
 
 
 def _looked_up(parent: type) -> frozenset[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_capture import _torch
-from backpack_capture.nested import is_plain, is_short_array
+from backpack_capture.nested import LONGEST, is_plain, is_short_array
 from backpack_capture.watch import (
     DEEPEST,
     HOOKS,
@@ -26,10 +28,11 @@ from backpack_capture.watch import (
     Watch,
     attributes_of,
     is_compiler,
-    names_in,
+    names_of,
 )
 from backpack_core.plugins.registry import registry
-from backpack_core.plugins.sameness import methods_behind
+from backpack_core.plugins.sameness import attributes_behind
+from backpack_core.record.state import tables_behind
 from backpack_core.record.switch import is_disabled
 from backpack_products.tuning import memory_budget
 from backpack_products.values import look_of
@@ -49,6 +52,8 @@ class Guard:
         self._names: dict[int, str] = {}
         self._lines: list[str] = []
         self._note_world()
+        for kind in dict.fromkeys(map(type, watch.modules)):
+            self._note_kind(kind)
         for module in watch.modules:
             self._note_module(module)
         self._note_tensors([*watch.tensors.values(), *watch.outside.values()])
@@ -58,7 +63,7 @@ class Guard:
         for extension in watch.extensions:
             self._note_attributes(extension)
         # Functions read only the attributes that they name: a trainer may count its steps.
-        self._known["names"] = {n for f in watch.functions for n in names_in(f.__code__)}
+        self._known["names"] = watch.names
         for kind in watch.classes:
             self._note_class(kind)
         for function in watch.functions:
@@ -92,13 +97,17 @@ class Guard:
         self._require(f"memory_budget() == {memory_budget()!r}")
         self._require(f"is_disabled() is {is_disabled()}")
 
+    def _note_kind(self, kind: type[Module]) -> None:
+        terms = [f"len({self._name(table)}) == {len(table)}" for table in tables_behind(kind)]
+        for method, known in attributes_behind(kind).items():
+            if isinstance(known, types.FunctionType):  # of other kinds, a class makes a new object
+                terms += [f"{self._name(kind)}.{method} is {self._name(getattr(kind, method))}"]
+        self._require(*terms or ["True"])
+
     def _note_module(self, module: Module) -> None:
         kind, table = type(module), vars(module)
         name = self._name(table)
         terms = [f"type({self._name(module)}) is {self._name(kind)}"]
-        for method, known in methods_behind(kind).items():
-            if isinstance(known, types.FunctionType):  # of other kinds, a class makes a new object
-                terms += [f"{self._name(kind)}.{method} is {self._name(getattr(kind, method))}"]
         if not is_compiler(module):
             terms += [f"len({name}) == {len(table)}", f"{name}['training'] is {module.training}"]
             for key, value in table.items():
@@ -148,9 +157,10 @@ class Guard:
             except ValueError:  # not assigned yet
                 continue
             terms.append(self._value(f"{self._name(cell)}.cell_contents", value, True))
-        for key in dict.fromkeys(names_in(function.__code__)):
-            if key in known:
-                terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key], True))
+        names = {*names_of(function)}
+        for key in sorted(names & known.keys()):
+            terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key], True))
+        terms.append(f"{self._name(known)}.keys().isdisjoint({self._name(names - known.keys())})")
         for key in ("__defaults__", "__kwdefaults__"):
             terms.append(self._value(f"{name}.{key}", getattr(function, key)))
         self._require(*terms)
@@ -201,6 +211,8 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
         return type(value), {*value}
     if is_short_array(value):
         return type(value), value.dtype, value.shape, value.tobytes()
+    if isinstance(value, (array, bytearray)) and len(value) <= LONGEST:
+        return type(value), bytes(value)
     if not deepest:
         return _Same(value)
 
@@ -208,7 +220,7 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
         return _form(item, deepest - 1, names)
 
     table = attributes_of(value)
-    if table is None:
+    if table is None or (names is None and isinstance(value, types.ModuleType)):
         attributes = []
     else:
         shown = table if names is None else [name for name in table if name in names]
@@ -216,9 +228,11 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
 
     if isinstance(value, (list, tuple, deque)):
         return type(value), [*map(inner, value)], attributes
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         items = [(key, inner(item)) for key, item in value.items()]
         return type(value), items, attributes
+    if isinstance(value, weakref.ref):
+        return _Same(value), inner(value())
     if isinstance(value, types.MethodType):
         return _Same(value.__func__), inner(value.__self__)
     if isinstance(value, ContextVar):

@@ -50,10 +50,8 @@ class Results:
         self.tensors, self.form = self._apart.tensors, self._apart.form
         places = {id(t): place for place, t in enumerate(self.tensors)}
         self.gradients = [(p, places[id(p.grad)]) for p in graded]
-        self._stored = [(p.__dict__, field) for p, field in stored]
-        self._absent = [
-            (p.__dict__, field) for p in parameters for field in fields if field not in p.__dict__
-        ]
+        self._stored = stored
+        self._absent = [(p, f) for p in parameters for f in fields if f not in p.__dict__]
         self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
         self.fields = [places[id(v)] for v in values if type(v) is Tensor]
         self.is_heard = False
@@ -68,8 +66,8 @@ class Results:
 
     def offer(self) -> None:
         """Offer the memory of the present results to those that replace them."""
-        for table, field in self._stored:
-            offer(table, field)
+        for parameter, field in self._stored:
+            offer(parameter.__dict__, field)
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store the same results with other tensors, and return what the step returned."""
@@ -83,16 +81,17 @@ class Results:
         return returned
 
     def _store(self, tensors: Sequence[Tensor]) -> Any:
-        for table, field in self._absent:
-            table.pop(field, None)
+        # Tables of attributes are looked up each time: torch.utils.swap_tensors exchanges them.
+        for parameter, field in self._absent:
+            parameter.__dict__.pop(field, None)
         if self._of is not None:  # the most frequent case: every result is a tensor
             first, *others = self._of
-            for (table, field), place in zip(self._stored, others, strict=True):
-                table[field] = tensors[place]
+            for (parameter, field), place in zip(self._stored, others, strict=True):
+                parameter.__dict__[field] = tensors[place]
             return tensors[first]
         returned, _, values = self._apart.put_together(tensors)
-        for (table, field), value in zip(self._stored, values, strict=True):
-            table[field] = value
+        for (parameter, field), value in zip(self._stored, values, strict=True):
+            parameter.__dict__[field] = value
         return returned
 
 

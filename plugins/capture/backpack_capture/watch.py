@@ -7,11 +7,12 @@ that no other object can get the ``id`` of one that was deleted.
 from __future__ import annotations
 
 import functools
+import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,8 @@ class Watch:
         tensors: Their parameters and buffers, by name.
         functions: The user's functions that a step calls.
         classes: The user's classes of modules and other objects.
+        names: The attributes that these functions read, or methods of installed classes that they
+            call.
     """
 
     def __init__(
@@ -51,11 +54,11 @@ class Watch:
     ) -> None:
         self.bound = getattr(function, "__self__", None)
         called = [function, *others]
-        functions, _ = code_behind(called)
+        functions, _, _ = code_behind(called)
         found = [self.bound, *[value for f in functions for value in _referred(f)]]
         roots = [*modules, *[m for m in found if isinstance(m, Module)]]
         self.modules = _modules_of(roots)
-        self.functions, self.classes = code_behind([*called, *self.modules])
+        self.functions, self.classes, self.names = code_behind([*called, *self.modules])
         self.tensors = _named_tensors(roots)
         self.parameters = [t for t in self.tensors.values() if isinstance(t, torch.nn.Parameter)]
         self.extensions = extensions
@@ -145,13 +148,17 @@ def _named_tensors(roots: Sequence[Module]) -> dict[str, Tensor]:
 _INSTALLED: Final = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 
 
-def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[type]]:
+def code_behind(
+    values: Sequence[Any],
+) -> tuple[list[types.FunctionType], list[type], set[str]]:
     """The user's functions and classes among values, and those that these refer to.
 
     A method of a class, or a function in an attribute of an object, counts if a function names it,
     or if operations call it; one in an attribute of a module, or in a container, always counts.
+    Methods of installed classes are not looked at, but what they name may be read, too.
     """
     functions, classes = dict[int, types.FunctionType](), dict[int, type]()
+    installed, named = dict[int, tuple[str, types.FunctionType]](), set[str]()
     first = {id(getattr(value, "__func__", value)) for value in values}  # of any origin
     todo, members, seen = [*values], list[tuple[str, Any]](), dict[int, Any]()
     while todo:
@@ -164,6 +171,8 @@ def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[t
             todo += [value.__func__, value.__self__]
         elif isinstance(value, functools.partial):
             todo += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, weakref.ref):
+            todo.append(value())
         elif isinstance(value, types.FunctionType):
             if id(value) in first or _is_users(value):
                 functions[id(value)] = value
@@ -171,18 +180,24 @@ def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[t
         else:
             todo += _held(value)
             kind = value if isinstance(value, type) else type(value)
-            for base in [k for k in kind.__mro__ if id(k) not in classes]:
+            for base in [k for k in kind.__mro__ if id(k) not in classes and k is not Module]:
                 own = [(name, _function_of(f)) for name, f in vars(base).items()]
-                own = [(name, f) for name, f in own if _is_users(f)]
-                if own:
+                members += [(name, f) for name, f in own if _is_users(f)]
+                if _is_users_class(base) or any(_is_users(f) for _, f in own):
                     classes[id(base)] = base
-                    members += own
+                elif not isinstance(value, Module):
+                    its = [(n, f) for n, f in own if isinstance(f, types.FunctionType)]
+                    installed |= {id(f): (name, f) for name, f in its}
             members += (attributes_of(value) or {}).items()
         if not todo:
-            named = {name for f in functions.values() for name in names_in(f.__code__)}
+            named |= {name for f in functions.values() for name in names_of(f)}
+            while called := [f for n, f in installed.values() if n in named or _is_implicit(n)]:
+                named |= {name for f in called for name in names_in(f.__code__)}
+                for function in called:
+                    del installed[id(function)]
             todo = [item for name, item in members if name in named or _is_implicit(name)]
             todo = [item for item in todo if id(item) not in seen]
-    return [*functions.values()], [*classes.values()]
+    return [*functions.values()], [*classes.values()], named
 
 
 def _held(value: Any) -> list[Any]:
@@ -213,6 +228,19 @@ def _is_users(function: Any) -> bool:
     return not is_ours and not function.__code__.co_filename.startswith(_INSTALLED)
 
 
+def _is_users_class(kind: type) -> bool:
+    """The same for a class, which may have no functions."""
+    return kind is not object and _is_users_module(sys.modules.get(kind.__module__))
+
+
+def _is_users_module(module: Any) -> bool:
+    """The same for a module of Python."""
+    name, path = getattr(module, "__name__", "backpack_"), getattr(module, "__file__", None)
+    if name.startswith("backpack_") or name.partition(".")[0] in sys.stdlib_module_names:
+        return name == "__main__"
+    return not str(path).startswith(_INSTALLED)
+
+
 def _referred(function: types.FunctionType) -> list[Any]:
     """What a function refers to by a name: variables around it, globals, defaults."""
     found = []
@@ -227,12 +255,22 @@ def _referred(function: types.FunctionType) -> list[Any]:
 
 
 def names_in(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in a function, and in the functions inside it."""
+    """The names of globals and attributes in a function, and in the functions inside it.
+
+    A word may be a name, too, as in ``getattr(settings, "scale")``.
+    """
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return [*code.co_names, *[name for c in inner for name in names_in(c)]]
+    words = [w for c in code.co_consts for w in (c if isinstance(c, tuple) else (c,))]
+    names = [*code.co_names, *[w for w in words if isinstance(w, str) and w.isidentifier()]]
+    return [*names, *[name for c in inner for name in names_in(c)]]
 
 
-_NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType)
+def names_of(function: types.FunctionType) -> list[str]:
+    """The names in a function, and words in the variables that it reads."""
+    return [*names_in(function.__code__), *[w for w in _referred(function) if type(w) is str]]
+
+
+_NO_RECORDS: Final = (Module, Tensor, type, types.FunctionType)
 
 
 # Values --------------------------------------------------------------------------------------
@@ -240,16 +278,18 @@ _NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object that consists of them, as settings do; ``None`` for others."""
-    is_ours = type(value).__module__.startswith("backpack_capture")  # a step counts its replays
-    if is_ours or isinstance(value, _NO_RECORDS):
+    kind = type(value)
+    is_ours = kind.__module__.startswith("backpack_capture")  # a step counts its replays
+    is_foreign = isinstance(value, types.ModuleType) and not _is_users_module(value)
+    if is_ours or is_foreign or isinstance(value, _NO_RECORDS):
         return None
-    if hasattr(value, "__dict__"):
-        table: dict[str, Any] = vars(value)
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
+    table: dict[str, Any] | None = vars(value) if hasattr(value, "__dict__") else None
+    if table is not None and not names:
         return table
-    if not is_dataclass(value):
-        return None
-    names = [field.name for field in fields(value)]  # it has slots
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {n: getattr(value, n) for n in names if n[:2] != "__" and hasattr(value, n)}
+    return {**found, **(table or {})} if names else None
 
 
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:

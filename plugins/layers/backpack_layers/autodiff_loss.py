@@ -140,6 +140,7 @@ class AutodiffLossRule(HessianLossRule):
     """The rule of :class:`AutodiffLoss`, and of loss modules with the same settings."""
 
     module_types = (AutodiffLoss,)
+    calls_others = True
 
     def check_terms(self, view: View) -> None:
         """The input needs samples."""

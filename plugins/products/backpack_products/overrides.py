@@ -11,7 +11,7 @@ from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.discovery import choose, qualified_name
 from backpack_core.plugins.registry import is_named, registry
-from backpack_core.plugins.sameness import has_other, methods_behind, same_maps
+from backpack_core.plugins.sameness import attributes_behind, has_other, same_maps
 
 
 def override(extension: Extension, module: Module) -> Callable[..., Any] | None:
@@ -20,7 +20,7 @@ def override(extension: Extension, module: Module) -> Callable[..., Any] | None:
     A plugin's function is used for the same modules as a rule for its module type. An
     instance's own function is not used for subclasses.
     """
-    kinds = [k for k in same_maps(class_of(module)) if not has_other(module, methods_behind(k))]
+    kinds = [k for k in same_maps(class_of(module)) if not has_other(module, attributes_behind(k))]
     for kind in kinds[:1]:
         if kind in extension.carriers:
             return extension.carriers[kind]
