@@ -31,7 +31,7 @@ from backpack_core.record.execution import (
     simple_node,
 )
 from backpack_core.record.nested import in_order, iter_tensors, tensors_in
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
+from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model, runs_on
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
     Traits,
@@ -106,6 +106,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The forward pre-hook of an extended model: notes where samples may lie in its inputs."""
     owner = _owner_of_model(module)
     if owner is not None:
+        registry.look()
         if kwargs:
             kwargs = in_order(module, kwargs)
         owner.begin((*args, *kwargs.values()) if is_recording() else None, between().run_of)
@@ -143,6 +144,8 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
 
 def _traits(module: Module) -> Traits:
     """The cached rule and settings of a module; computed anew if the module has changed."""
+    if not runs_on(get_ident()):
+        registry.look(module)  # else the model looked at all classes when it began
     attributes = module.__dict__
     traits: Traits | None = attributes.get(TRAITS_ATTRIBUTE)
     if traits is None or traits.generation != registry.generation or not traits.hold(module):

@@ -21,7 +21,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
-from backpack_core.plugins.sameness import attributes_behind, has_other, same_maps
+from backpack_core.plugins.sameness import Watched, attributes_behind, has_other, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -61,6 +61,7 @@ class Registry:
     overrides: dict[Any, list[Claim[Any]]] = field(default_factory=dict)  # by extension and module
     generation: int = 0  # grows with every change; rules that were resolved before it are outdated
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
+    _watched: dict[type[Module], Watched] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
         """Add everything that a plugin provides. Nothing here raises, so it is all or nothing."""
@@ -85,8 +86,19 @@ class Registry:
 
         A thread that is resolving a rule meanwhile writes to the old cache.
         """
-        self._rule_cache = {}
+        self._rule_cache, self._watched = {}, {}
         self.generation += 1
+
+    def look(self, module: Module | None = None) -> None:
+        """Resolve all rules again if a class of modules was changed since.
+
+        Args:
+            module: Look at its class only; default: at all classes that have a rule.
+        """
+        one = None if module is None else self._watched.get(class_of(module))
+        watched = [*self._watched.values()] if module is None else [one] if one else []
+        if any(each.is_changed() for each in watched):
+            self.forget()
 
     @property
     def tables(self) -> tuple[dict[Any, list[Any]], ...]:
@@ -112,6 +124,7 @@ class Registry:
             resolved = self.resolve_type(kind)
             if not resolved.is_fallback:
                 vet(type(resolved.rule), module, who=resolved.provenance)
+                self._watched[kind] = Watched(kind, resolved.behind)
             cache[kind] = resolved
         return FALLBACK if has_other(module, resolved.behind) else resolved
 

@@ -6,14 +6,14 @@ Without this, a subclass with another ``forward`` would silently be differentiat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 from torch.nn import Module
 
 from backpack_core._torch import class_of
-from backpack_core.record.state import tables_behind
 from backpack_core.remember import remembered
 
 # The methods between calling a module and its forward.
@@ -56,6 +56,42 @@ def has_other(module: Module, attributes: Mapping[str, Any]) -> bool:
     kind = class_of(module)
     is_patched = any(_attribute(kind, name) is not known for name, known in attributes.items())
     return is_patched or any(hasattr(attributes.get(n), "__get__") for n in module.__dict__)
+
+
+class Watched:
+    """A module class and what it has under some names, so that later changes are noticed."""
+
+    def __init__(self, kind: type[Module], names: Iterable[str]) -> None:
+        """Note what the class has.
+
+        Args:
+            kind: The class.
+            names: Attributes, which it may lack.
+        """
+        self._kind, self._names, self._tables = kind, [*names], tables_behind(kind)
+        self._own = self._attributes()
+        found = [name for name, value in self._own.items() if value is not None]
+        # The name that is given twice makes it return a tuple, even for no other name.
+        self._look = attrgetter(*found, *["__mro__"] * 2)
+        self._seen = self._look(kind), [*map(len, self._tables)]
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: _attribute(self._kind, name) for name in self._names}
+
+    def is_changed(self) -> bool:
+        """Whether the class has something else by now."""
+        try:
+            if (self._look(self._kind), [*map(len, self._tables)]) == self._seen:
+                return False
+        except Exception:  # an attribute is gone, or cannot be compared
+            return True
+        now = self._attributes()  # another attribute may have come, or gone
+        return any(now[name] is not known for name, known in self._own.items())
+
+
+def tables_behind(kind: type) -> list[Mapping[str, Any]]:
+    """The attributes of a module class and its parents below ``Module``; they follow changes."""
+    return [vars(cls) for cls in kind.__mro__ if cls not in (Module, object)]
 
 
 def _attribute(kind: type, name: str) -> Any:

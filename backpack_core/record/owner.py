@@ -36,6 +36,11 @@ def _still_running() -> list[tuple[Owner, Run]]:
     return runs
 
 
+def runs_on(thread: int) -> bool:
+    """Whether an extended model may be running on a thread, recorded or not."""
+    return thread in _running
+
+
 def model_runs() -> bool:
     """Whether the forward pass of an extended model runs on this thread and is recorded."""
     return any(run is not NO_RUN for _, run in _still_running())

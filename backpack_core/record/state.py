@@ -6,7 +6,7 @@ pass. What is the same in all calls of a module is cached in ``Traits``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, Final
@@ -145,11 +145,6 @@ def _as_key(value: Any) -> Any:
     return type(value), tuple(map(_as_key, _parts(value))) if has_parts else value
 
 
-def tables_behind(kind: type) -> list[Mapping[str, Any]]:
-    """The attributes of a module class and its parents below ``Module``; they follow changes."""
-    return [vars(cls) for cls in kind.__mro__ if cls not in (Module, object)]
-
-
 class Traits:
     """What all calls of a module have in common until one of its attributes changes.
 
@@ -172,7 +167,7 @@ class Traits:
         names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - MODULE_ATTRIBUTES - {*names, *OUR_ATTRIBUTES}
-        # The name that is given twice makes all getters return tuples, even for no other name.
+        # The name that is given twice makes both getters return tuples, even for no other name.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
@@ -181,10 +176,6 @@ class Traits:
         is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)
-        self._tables = tables_behind(self._kind)  # classes can be patched
-        own = [name for name, value in resolved.behind.items() if value is not None]
-        self._of_class = attrgetter(*own, *["__mro__"] * 2)
-        self._methods, self._sizes = self._of_class(self._kind), [*map(len, self._tables)]
 
     def hold(self, module: Module) -> bool:
         """Whether they still describe the module."""
@@ -194,8 +185,6 @@ class Traits:
                 len(attributes) == self._count
                 and type(module) is self._kind
                 and bool(self._plain(attributes) == self._values)
-                and bool(self._of_class(self._kind) == self._methods)
-                and [*map(len, self._tables)] == self._sizes
                 and (self._types is None or self._types == self._types_of(attributes))
             )
         except Exception:  # an attribute is gone, or cannot be compared with a number
