@@ -150,7 +150,7 @@ def _in(module: ModuleType, name: str) -> Any:
     return vars(module).get(name, with_reduction)
 
 
-_RULE = {rule_checks: shared_run_of, net_checks: nets_of}
+_RULE: dict[ModuleType, Callable[[Any], Any]] = {rule_checks: shared_run_of, net_checks: nets_of}
 OF_METHODS = tuple(_table(METHODS, _RULE))
 
 # By kind of case. A test pins each list: a check that is removed is removed for all authors.

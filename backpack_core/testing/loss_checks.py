@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import run_layer, shared
+from backpack_core.testing.layer_run import run_layer
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
@@ -76,7 +76,7 @@ class LossRun:
         return product.reshape(len(self.leaf), *self.mat[:, 0].shape)
 
 
-shared_run = shared(LossRun)  # of a case on its own inputs
+shared_run = lru_cache(maxsize=8)(LossRun)  # of a case on its own inputs
 
 
 def _root(rule: HessianLossRule, view: View) -> Tensor | None:

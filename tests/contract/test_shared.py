@@ -25,11 +25,11 @@ from backpack_core.extensions import (
     SumGradSquared,
 )
 from backpack_core.testing import Arguments
-from backpack_core.testing.layer_run import within as budget
 from backpack_core.testing.nets import Problem as KitProblem
 from backpack_core.testing.network import Readout, Shrink, SoftmaxLoss, install_own_rules
 from backpack_core.testing.quantities import installed_extensions
 from backpack_products.tuning import memory_budget
+from backpack_products.tuning import within_budget as budget
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.oracle import assert_close
