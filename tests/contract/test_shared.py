@@ -178,8 +178,9 @@ def test_every_extension_with_a_shared_parameter(
     make: Callable[[], Net], subsampling: tuple[int, ...] | None, size: int | None
 ) -> None:
     given = kit_problem(make)
+    options = {} if subsampling is None else {"subsampling": list(subsampling)}
     with budget(size or memory_budget()):
-        extensions, found = given.run_usable(installed_extensions(subsampling))
+        extensions, found = given.run_usable(installed_extensions(**options))
     reference = given.reference if subsampling is None else given.reference.restricted(subsampling)
     given.compare(found, extensions, 1e-10, reference)
     names = {type(extension).__name__ for extension in extensions}
