@@ -13,12 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing import (
-    loss_checks,
-    merging_checks,
-    net_checks,
-    rule_checks,
-)
+from backpack_core.testing import loss_checks, merging_checks, net_checks, rule_checks
 from backpack_core.testing.cases import Case
 from backpack_core.testing.compare import CheckFailure, agree
 from backpack_core.testing.layer_run import LayerRun, shared_run_of, traits

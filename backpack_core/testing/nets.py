@@ -310,7 +310,7 @@ def _alone(
     scale: float = 1.0,
     **branches: bool,
 ) -> Problem:
-    """A net for one extension, with a ``Block``."""
+    """A net around a :func:`~network.block`, for one extension."""
     quantity = case.quantity or quantity_of(case.make())
     shrink = _takes_any_layer(case, quantity) if shrink is None else shrink
     block = partial(network.block, shape, shrink, **branches)
