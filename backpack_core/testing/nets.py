@@ -291,13 +291,15 @@ def _around(
 
 
 @lru_cache(maxsize=8)
-def _kinds(case: RuleCase) -> set[type[Extension]]:
-    return {type(extension) for extension in _around(case).run_usable(installed_extensions())[0]}
+def _with_defaults(case: RuleCase) -> list[Extension]:
+    return _around(case).run_usable(installed_extensions())[0]
 
 
 def _usable(case: RuleCase, **given: Any) -> list[Extension]:
     """The installed extensions that take some arguments and have a value around a layer."""
-    return [e for e in installed_extensions(**given) if type(e) in _kinds(case)]
+    usable = _with_defaults(case)
+    kinds = {type(extension) for extension in usable}
+    return [e for e in installed_extensions(**given) if type(e) in kinds] if given else usable
 
 
 @lru_cache(maxsize=16)
