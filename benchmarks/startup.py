@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from backpack_core.testing.fake_distribution import write_distribution
+from tests.distributions import write_distribution
 
 RUNS = 7
 PLUGINS = 60

@@ -13,7 +13,8 @@ import torch
 
 from backpack_core import plugins
 from backpack_core.errors import warned
-from backpack_core.testing.layer_run import forget_runs
+from backpack_core.testing.layer_run import shared_run_of
+from backpack_core.testing.loss_checks import shared_run
 from backpack_operations.planning import Planning
 from tests import steps
 from tests.devices import DrawnOnHost, everywhere, usable
@@ -141,9 +142,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     return report
 
 
+def forget_runs() -> None:
+    """The kit keeps the latest runs, and the calls in them."""
+    shared_run_of.cache_clear()
+    shared_run.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    forget_runs()  # what the kit keeps
+    forget_runs()
     before = state()
     yield
     request.node.funcargs.clear()  # what fixtures gave

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -235,10 +236,9 @@ class LossCase(Case):
         return self.as_rule_case("mean").make()
 
     def as_rule_case(self, reduction: str) -> RuleCase:
-        """The loss as a layer, for what layers and losses share."""
-        return RuleCase(
-            lambda: self.loss_factory(reduction=reduction), self.input_factory, rule=self.rule
-        )
+        """The loss as a layer, for what layers and losses share; its first input is live alone."""
+        make, others = partial(self.loss_factory, reduction=reduction), tuple(range(1, 16))
+        return RuleCase(make, self.input_factory, rule=self.rule, constants=others)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing import (
-    loss_checks,
-    merging_checks,
-    net_checks,
-    rule_checks,
-)
+from backpack_core.testing import loss_checks, merging_checks, net_checks, rule_checks
 from backpack_core.testing.cases import Case
 from backpack_core.testing.compare import CheckFailure, agree
 from backpack_core.testing.layer_run import LayerRun, shared_run_of, traits
@@ -150,7 +145,7 @@ def _in(module: ModuleType, name: str) -> Any:
     return vars(module).get(name, with_reduction)
 
 
-_RULE = {rule_checks: shared_run_of, net_checks: nets_of}
+_RULE: dict[ModuleType, Callable[[Any], Any]] = {rule_checks: shared_run_of, net_checks: nets_of}
 OF_METHODS = tuple(_table(METHODS, _RULE))
 
 # By kind of case. A test pins each list: a check that is removed is removed for all authors.

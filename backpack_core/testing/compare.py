@@ -107,13 +107,12 @@ def agree(entries: Entries | None, allowed: float) -> None:
 
 
 def _hint(found: Tensor, expected: Tensor) -> str:
-    """The end of the message, if the values differ only by a sign or a factor."""
-    if relative_error(-found, expected) < 1e-6:
-        return " It is minus the right value: a wrong sign."
+    """The end of the message, if the values differ only by a factor, which may be a sign."""
     norm = float(expected.square().sum())
     factor = float((found * expected).sum()) / norm if norm else 0.0
     if factor and abs(factor - 1) > 1e-3 and relative_error(found / factor, expected) < 1e-6:
-        return f" It is {factor:.6g} times the right value: a wrong factor."
+        wrong = "sign" if factor < 0 else "factor"
+        return f" It is {factor:.6g} times the right value: a wrong {wrong}."
     return ""
 
 

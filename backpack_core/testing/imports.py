@@ -46,12 +46,17 @@ _LINE = re.compile(r"^import time: +(\d+) \| +(\d+) \| ( *)(\S+)$", re.MULTILINE
 
 
 class _Import(NamedTuple):
-    """An imported module, its importer, and microseconds for itself and including its imports."""
+    """An imported module, all that led to it, and microseconds alone and including its imports."""
 
     module: str
-    by: _Import | None
+    by: tuple[str, ...]
     alone: int
     total: int
+
+    def importer(self, packages: set[str]) -> str:
+        """The nearest module of the plugin that led to the import."""
+        own = (module for module in reversed(self.by) if _is_in(packages, module))
+        return next(own, "an entry point")
 
 
 def check_import(
@@ -85,7 +90,7 @@ def check_import(
         taken, new, imports = _imported(distribution, modules)
         for one in (one for one in imports if one.module in new.intersection(heavy)):
             raise CheckFailure(
-                f"{_importer(one, packages)} imports {one.module} ({one.total / 1e6:.2f} s) when "
+                f"{one.importer(packages)} imports {one.module} ({one.total / 1e6:.2f} s) when "
                 f"{distribution} is loaded. Import it in the function that uses it; a rule names "
                 "classes of it in module_types, as 'package.module.Class'."
             )
@@ -93,12 +98,13 @@ def check_import(
             return
     # A module of the plugin counts alone; one that it imports counts with all of its imports.
     costs = {
-        one: one.alone if _is_in(packages, one) else one.total
+        one: one.alone if _is_in(packages, one.module) else one.total
         for one in imports
-        if one.module in new and (_is_in(packages, one) or _is_in(packages, one.by))
+        if one.module in new and _is_in(packages, one.module, *one.by[-1:])
     }
     worst = max(costs, key=costs.__getitem__)
-    of = "" if _is_in(packages, worst) else f", which {_importer(worst, packages)} imports"
+    is_own = _is_in(packages, worst.module)
+    of = "" if is_own else f", which {worst.importer(packages)} imports"
     raise CheckFailure(
         f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Most of it is "
         f"{worst.module}{of}: do that when it is needed first."
@@ -114,21 +120,14 @@ def _imported(distribution: str, modules: list[str]) -> tuple[float, set[str], l
         raise CheckFailure(f"{distribution} cannot be loaded: {last}")
     taken, new = json.loads(run.stdout.strip().rpartition("\n")[2])
     imports: list[_Import] = []
-    above: list[_Import] = []  # a module is logged after what it imports, which is indented more
+    above: list[str] = []  # a module is logged after what it imports, which is indented more
     for alone, total, indent, module in reversed(_LINE.findall(run.stderr)):
         del above[len(indent) // 2 :]
-        above.append(_Import(module, above[-1] if above else None, int(alone), int(total)))
-        imports.append(above[-1])
+        imports.append(_Import(module, tuple(above), int(alone), int(total)))
+        above.append(module)
     return taken, set(new), imports
 
 
-def _is_in(packages: set[str], imported: _Import | None) -> bool:
-    return imported is not None and imported.module.partition(".")[0] in packages
-
-
-def _importer(imported: _Import, packages: set[str]) -> str:
-    """The plugin's own module that led to an import."""
-    by = imported.by
-    while by is not None and not _is_in(packages, by):
-        by = by.by
-    return by.module if by else "an entry point"
+def _is_in(packages: set[str], *modules: str) -> bool:
+    """Whether one of some modules belongs to the plugin."""
+    return any(module.partition(".")[0] in packages for module in modules)

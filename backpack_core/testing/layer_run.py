@@ -7,11 +7,9 @@ The oracle has its own graph, from the same layer without recording.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +25,12 @@ from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.compare import CheckFailure, require
 from backpack_products import derivatives
-from backpack_products.derivatives import SecondOrderRule, second_order
+from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
+from backpack_products.elementwise import has_second_derivative as has_second_derivative
 from backpack_products.parametric import AffineRule
-from backpack_products.tuning import memory_budget, set_memory_budget
 
 COLUMNS = 2
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_SHARED: list[Any] = []
 
 
 @dataclass(eq=False)
@@ -147,20 +140,7 @@ def _forward(case: RuleCase, module: Module, inputs: Arguments) -> tuple[dict[in
     return live, outputs[case.output_nr]
 
 
-def shared(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the latest results, which several checks of a case read and none changes."""
-    kept = lru_cache(maxsize=8)(function)
-    _SHARED.append(kept)
-    return kept  # type: ignore[return-value] # the arguments are those of the function
-
-
-def forget_runs() -> None:
-    """Clear these caches, so that the calls in them are freed."""
-    for kept in _SHARED:
-        kept.cache_clear()
-
-
-@shared
+@lru_cache(maxsize=8)
 def shared_run_of(case: RuleCase) -> LayerRun:
     """The run of a case on its own inputs."""
     return run_layer(case)
@@ -214,24 +194,3 @@ def _runs_in_half(case: RuleCase) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def has_second_derivative(rule: LayerRule) -> bool:
-    """Whether a rule has its second derivative."""
-    if not isinstance(rule, SecondOrderRule) or rule.hessian_is_zero:
-        return isinstance(rule, SecondOrderRule)
-    if isinstance(rule, ElementwiseRule):
-        return type(rule).second_derivative is not ElementwiseRule.second_derivative
-    its = type(rule)._second_derivative_mat_prod
-    return its is not SecondOrderRule._second_derivative_mat_prod
-
-
-@contextmanager
-def within(size: int) -> Iterator[None]:
-    """A block with another memory budget."""
-    before = memory_budget()
-    set_memory_budget(size)
-    try:
-        yield
-    finally:
-        set_memory_budget(before)

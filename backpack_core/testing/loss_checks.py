@@ -6,8 +6,7 @@ A check takes a case, and possibly a reduction. It raises an error, or yields wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,15 +17,13 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import run_layer, shared
+from backpack_core.testing.layer_run import run_layer
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.loss import HessianLossRule
 from backpack_products.some_samples import subsample
 
-# Positions of the target and further arguments of a loss.
-ALL_BUT_FIRST = tuple(range(1, 16))
 _NONE = "{} gives a value where none exists: raise UnsupportedError."
 
 
@@ -42,8 +39,7 @@ class LossRun:
 
     def __init__(self, case: LossCase, reduction: str, **options: Any) -> None:
         """Run a loss on its case's inputs, with options of ``run_layer``."""
-        layer = replace(case.as_rule_case(reduction), constants=ALL_BUT_FIRST)
-        run = run_layer(layer, **options)
+        run = run_layer(case.as_rule_case(reduction), **options)
         if not isinstance(run.rule, HessianLossRule):
             raise CheckFailure(f"{type(run.rule).__name__} is not a HessianLossRule.")
         self.rule, self.leaf, self.value = run.rule, run.live[0], run.output
@@ -76,7 +72,7 @@ class LossRun:
         return product.reshape(len(self.leaf), *self.mat[:, 0].shape)
 
 
-shared_run = shared(LossRun)  # of a case on its own inputs
+shared_run = lru_cache(maxsize=8)(LossRun)  # of a case on its own inputs
 
 
 def _root(rule: HessianLossRule, view: View) -> Tensor | None:

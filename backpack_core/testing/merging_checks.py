@@ -27,7 +27,7 @@ def degree(nets: Nets) -> Entries:
     if extension.degree is None or isinstance(over, Refused):
         return
     whole = problem.run([extension])[1][extension.savefield]
-    part = problem.run(nets.make_extensions(), scale=0.25)[1][extension.savefield]
+    part = nets.problem(scale=0.25).run(nets.make_extensions())[1][extension.savefield]
     for name, stored in whole.items():
         found = over.take_apart(part[name])
         for key, tensor in over.take_apart(stored).items():

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle as pickling
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +20,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import live_calls
 from backpack_core.testing.compare import Entries, finite, require
 from backpack_core.testing.nets import Nets, RefusalCheck
-from backpack_core.testing.network import ScaledLoss
-from backpack_core.testing.oracle import Reference
-from backpack_core.testing.quantities import ALL_NEEDS, TWICE, installed_extensions
-
-# Needs that half precision can meet.
-COARSE = ("gradient", "curvature", "sampling")
+from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 
 
 def _in_net(may_refuse: bool = False, **options: Any) -> Callable[[Nets], None]:
@@ -49,6 +43,7 @@ batch_of_one = _in_net(samples=1)
 shared_positions = _in_net(shape=(2, 2))  # an input ``[N, S, F]``
 single_number = _in_net(single=True)  # a parameter that has no axes
 called_twice = _in_net(True, twice=True)  # modules, on two inputs or on their own output
+loss_scaled = _in_net(scale=0.25)
 residual = _in_net(True, residual=True)  # a functional sum between modules
 
 
@@ -64,39 +59,38 @@ def frozen_surroundings(nets: Nets) -> None:
 
 def partly_frozen(nets: Nets) -> None:
     """Freeze every other parameter, then the others instead."""
-    prefix = "" if nets.is_alone else "layer."
-    names = [n for n in nets.problem().reference.parameters if n.startswith(prefix)]
+    names = [*nets.problem().reference.parameters]
     for chosen in (names[::2], names[1::2]):
         nets.check(nets.few(), frozen=chosen.__contains__)
 
 
-def float32(nets: Nets) -> None:
-    """Compare single precision with the reference in double precision."""
-    needs = ALL_NEEDS if nets.is_alone else (*COARSE, *TWICE)
-    _coarsely(nets, needs, nets.case.tolerances.float32, half=False, dtype=torch.float32)
+def _coarse(precision: str, needs: tuple[str, ...], **how: Any) -> Callable[[Nets], None]:
+    """A check in lower precision; values that it cannot resolve must be finite.
+
+    Args:
+        precision: Name of the tolerance.
+        needs: Needs that this precision can meet.
+        how: Options of ``Problem.run``.
+    """
+    half = precision == "bfloat16"
+
+    def run(nets: Nets) -> None:
+        every = nets.make_extensions()
+        pairs = [(e, nets.problem().quantity_for(e)) for e in every]
+        met = set(needs).intersection(nets.needs)
+        good = [e for e, of in pairs if of and of.needs in met and not (half and of.cancels)]
+        met, coarse = met if good else set(), half or not nets.is_alone
+        allowed = getattr(nets.case.tolerances, precision)
+        nets.check(good or every, allowed=allowed, needs=met, coarse=coarse, **how)
+
+    return run
 
 
-def bfloat16(nets: Nets, **how: Any) -> None:
-    """Compare half precision with the reference; values that it cannot resolve must be finite."""
-    needs = COARSE if nets.is_alone else (*COARSE, "double backward")
-    how = how or {"dtype": torch.bfloat16}
-    _coarsely(nets, needs, nets.case.tolerances.bfloat16, half=True, **how)
-
-
-def autocast(nets: Nets) -> None:
-    """Use parameters in single precision, and operations in half."""
-    bfloat16(nets, dtype=torch.float32, autocast=True)
-
-
-def _coarsely(nets: Nets, needs: tuple[str, ...], allowed: float, half: bool, **how: Any) -> None:
-    needs = tuple(need for need in needs if need in nets.needs)
-    pairs = [(e, nets.problem().quantity_for(e)) for e in nets.make_extensions()]
-    good = [e for e, of in pairs if of and of.needs in needs and not (half and of.cancels)]
-    if nets.is_alone:
-        needs = needs if good else ()
-        nets.check(allowed=allowed, needs=needs, coarse=half, **how)
-    else:
-        nets.check(good, allowed=allowed, needs=needs, coarse=True, **how)
+HALF = ("gradient", "curvature", "sampling", "double backward")
+float32 = _coarse("float32", ALL_NEEDS, dtype=torch.float32)
+bfloat16 = _coarse("bfloat16", HALF, dtype=torch.bfloat16)
+# Parameters in single precision, and operations in half.
+autocast = _coarse("bfloat16", HALF, dtype=torch.float32, autocast=True)
 
 
 def retain_graph(nets: Nets) -> None:
@@ -109,15 +103,12 @@ def retain_graph(nets: Nets) -> None:
 
 def subsampling(nets: Nets) -> None:
     """Restrict quantities to samples 2 and 0, in this order."""
-    chosen, names = (2, 0), {type(extension) for extension in nets.make_extensions()}
-    reference = nets.problem().reference.restricted(chosen)
-    if nets.is_alone:
-        (extension,) = nets.make_extensions(subsampling=list(chosen))
-        require(extension.subsampling == chosen, "subsampling is not what was asked for.")
-        nets.check([extension], reference=reference)
-    else:
-        extensions = [e for e in installed_extensions(chosen) if type(e) in names]
-        nets.check(extensions, refusals=_because_of("subsampling"), reference=reference)
+    chosen = (2, 0)
+    extensions = nets.make_extensions(subsampling=list(chosen))
+    same = all(extension.subsampling == chosen for extension in extensions)
+    require(same, "subsampling is not what was asked for.")
+    refusals = None if nets.is_alone else _because_of("subsampling")
+    nets.check(extensions, refusals=refusals, reference=nets.problem().reference.restricted(chosen))
 
 
 def _because_of(word: str) -> RefusalCheck:
@@ -143,36 +134,34 @@ def pickle(nets: Nets) -> None:
 
 
 def no_live_calls(nets: Nets) -> None:
-    """Check that calls are freed after a forward pass alone, and after a backward pass."""
-    problem, extensions = nets.problem(), nets.few()
-    with _no_calls_left("After a forward pass alone"):
+    """Check that calls are freed by reference counts, after a forward and after a backward pass."""
+    problem, extensions, enabled = nets.problem(), nets.few(), gc.isenabled()
+
+    def forward() -> None:
         net, arguments, loss = problem.extended()
-        value = loss(arguments.call(net))
-        del net, arguments, loss, value
-    with _no_calls_left("After a backward pass"):
-        net, values = problem.run(extensions)
-        forget(net)
-        del net, values
+        loss(arguments.call(net))
+
+    def backward() -> None:
+        forget(problem.run(extensions)[0])
+
+    gc.disable()
+    try:
+        for what, run in (("forward pass alone", forward), ("backward pass", backward)):
+            before = live_calls()
+            run()
+            left = live_calls() - before
+            require(
+                left <= 0, f"After a {what}: {left} records of module calls outlive their graph."
+            )
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def forget(net: Module) -> None:
     """Delete stored results from parameters, since one that is a function keeps its call alive."""
     for parameter in net.parameters():
         parameter.__dict__.clear()
-
-
-@contextmanager
-def _no_calls_left(what: str) -> Iterator[None]:
-    """Require that reference counts alone free every call that was made in the block."""
-    enabled, before = gc.isenabled(), live_calls()
-    gc.disable()
-    try:
-        yield
-        left = live_calls() - before
-        require(left <= 0, f"{what}: {left} records of module calls outlive their graph.")
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def mixing_is_refused(nets: Nets) -> None:
@@ -183,13 +172,6 @@ def mixing_is_refused(nets: Nets) -> None:
             whole = not extension.propagator.per_sample
             require(whole, f"{type(extension).__name__} gave a value, though samples mix.")
             nets.check([extension])
-
-
-def loss_scaled(nets: Nets) -> None:
-    """Compare the quantities of ``0.25 * loss``."""
-    whole = nets.problem().reference
-    scaled = Reference(whole.net, whole.arguments, ScaledLoss(whole.loss, 0.25))
-    nets.check(reference=scaled, scale=0.25)
 
 
 def no_samples(nets: Nets) -> None:

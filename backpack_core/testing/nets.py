@@ -73,7 +73,6 @@ class Problem:
         dtype: torch.dtype = torch.float64,
         frozen: Callable[[str], bool] = lambda name: False,
         autocast: bool = False,
-        scale: float = 1.0,
         retains: Sequence[bool] = (False,),
         copied: Callable[[Any], Any] = lambda module: module,
     ) -> tuple[Module, Values]:
@@ -84,7 +83,6 @@ class Problem:
             dtype: Of parameters and inputs.
             frozen: Whether a parameter is frozen, by its name.
             autocast: Whether to run the forward pass under autocast to bfloat16.
-            scale: A factor in front of the loss.
             retains: For each backward pass, whether it retains the graph.
             copied: Makes the copies of net and loss that are run.
 
@@ -99,7 +97,7 @@ class Problem:
             if frozen(name):
                 parameter.requires_grad_(False)
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
-            value = loss(arguments.call(net)) * scale
+            value = loss(arguments.call(net))
         for keep in retains:
             for p in net.parameters():  # values of the pass before must not pass for new ones
                 vars(p).update((e.savefield, None) for e in extensions if e.savefield in vars(p))
@@ -293,8 +291,15 @@ def _around(
 
 
 @lru_cache(maxsize=8)
-def _usable(case: RuleCase) -> list[Extension]:
+def _with_defaults(case: RuleCase) -> list[Extension]:
     return _around(case).run_usable(installed_extensions())[0]
+
+
+def _usable(case: RuleCase, **given: Any) -> list[Extension]:
+    """The installed extensions that take some arguments and have a value around a layer."""
+    usable = _with_defaults(case)
+    kinds = {type(extension) for extension in usable}
+    return [e for e in installed_extensions(**given) if type(e) in kinds] if given else usable
 
 
 @lru_cache(maxsize=16)
@@ -304,12 +309,13 @@ def _alone(
     samples: int = SAMPLES,
     shape: tuple[int, ...] = (2,),
     shrink: bool | None = None,
+    scale: float = 1.0,
     **branches: bool,
 ) -> Problem:
-    """A net for one extension, with a ``Block``."""
+    """A net around a :func:`~network.block`, for one extension."""
     quantity = case.quantity or quantity_of(case.make())
     shrink = _takes_any_layer(case, quantity) if shrink is None else shrink
-    block = partial(network.Block, shape, shrink, **branches)
+    block = partial(network.block, shape, shrink, **branches)
     layer = RuleCase(block, lambda n: draw((n, *shape), 1))
 
     def build(dtype: torch.dtype) -> Made:
@@ -320,6 +326,8 @@ def _alone(
             loss_arguments = loss_case.arguments(samples, dtype)
             loss = network.BoundLoss(loss_case.module(dtype), loss_arguments)
             outputs = loss_arguments.args[0].shape[1:].numel()
+        if scale != 1.0:
+            loss = network.ScaledLoss(loss, scale)
         net, arguments = network.build_net(layer, samples, outputs=outputs)
         return net.to(dtype), arguments.to(dtype), loss
 

@@ -31,19 +31,17 @@ CLASSES = 2
 
 
 class Affine(Module):
-    """``y = W x + b`` along the last axis."""
+    """``y = W x + b``, where all axes from ``start`` on are features."""
+
+    start = -1
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight, self.bias = Parameter(weight), Parameter(0.1 * torch.randn(len(weight)))
 
-    def laid_out(self, x: Tensor) -> Tensor:
-        """The input with its features on the last axis."""
-        return x
-
     def forward(self, x: Tensor) -> Tensor:
         """``[N, *, in] → [N, *, out]``."""
-        return F.linear(self.laid_out(x), self.weight, self.bias)
+        return F.linear(x.flatten(self.start), self.weight, self.bias)
 
 
 class Mix(Affine):
@@ -58,12 +56,10 @@ class Mix(Affine):
 class Readout(Affine):
     """An affine map of all entries of a sample: ``[N, *] → [N, outputs]``."""
 
+    start = 1
+
     def __init__(self, features: int, outputs: int = CLASSES) -> None:
         super().__init__(torch.randn(outputs, features) / features**0.5)
-
-    def laid_out(self, x: Tensor) -> Tensor:
-        """All entries of a sample are features."""
-        return x.flatten(1)
 
 
 class Shrink(Module):
@@ -146,7 +142,7 @@ class AffineMapRule(AffineRule):
     def affine_input(self, view: View) -> Tensor:
         """Axes between the first and the last share the weight."""
         module: Any = view.module
-        x: Tensor = module.laid_out(view.input)
+        x = view.input.flatten(module.start)
         return x.unsqueeze(1).flatten(1, -2).unsqueeze(2)
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
@@ -229,8 +225,25 @@ def install_own_rules() -> None:
         registry.add(of_rules(RULES), CORE)
 
 
-class Block(Module):
-    """``Squash`` after ``Shrink``, with branches if asked for.
+class Residual(torch.nn.Sequential):
+    """Modules in a row, to which their input is added by a functional sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *shape] → [N, *shape]``."""
+        hidden = x
+        for part in self:
+            hidden = part(hidden)
+        return hidden + x
+
+
+def block(
+    shape: tuple[int, ...],
+    shrink: bool,
+    single: bool = False,
+    residual: bool = False,
+    twice: bool = False,
+) -> Module:
+    """``Squash`` after ``Shrink``, with branches if asked for: ``[N, *shape] → [N, *shape]``.
 
     Args:
         shape: Shape of a sample.
@@ -239,25 +252,9 @@ class Block(Module):
         residual: Whether the input is added, by a functional sum.
         twice: Whether a ``Mix`` is called on the output, and then on its own output.
     """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        shrink: bool,
-        single: bool = False,
-        residual: bool = False,
-        twice: bool = False,
-    ) -> None:
-        super().__init__()
-        self.shrink = Shrink(() if single else shape) if shrink else None
-        self.squash, self.residual = Squash(), residual
-        self.again = Mix(shape[-1]) if twice else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, *shape] → [N, *shape]``."""
-        hidden: Tensor = self.squash(x if self.shrink is None else self.shrink(x))
-        hidden = hidden + x if self.residual else hidden
-        return hidden if self.again is None else self.again(self.again(hidden))
+    row = Residual if residual else torch.nn.Sequential
+    parts = [Shrink(() if single else shape)] if shrink else []
+    return row(*parts, Squash(), *(2 * [Mix(shape[-1])] if twice else ()))
 
 
 class SmallNet(Module):

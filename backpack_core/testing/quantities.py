@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -147,14 +147,10 @@ def needs_arguments(factory: Callable[..., Any]) -> bool:
     return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in parameters)
 
 
-def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:
-    """An instance of every installed extension.
-
-    Args:
-        subsampling: Samples to restrict them to; extensions without that argument are left out.
-    """
-    factories = installed_factories()
-    if subsampling is None:
-        return [factory() for factory in factories]
-    takes = [f for f in factories if "subsampling" in inspect.signature(f).parameters]
-    return [factory(subsampling=list(subsampling)) for factory in takes]
+def installed_extensions(**given: Any) -> list[Extension]:
+    """An instance of every installed extension whose constructor takes the given arguments."""
+    return [
+        factory(**given)
+        for factory in installed_factories()
+        if given.keys() <= inspect.signature(factory).parameters.keys()
+    ]

@@ -20,13 +20,13 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import LayerRun, run_layer, within
+from backpack_core.testing.layer_run import LayerRun, run_layer
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule, ParametricRule
 from backpack_products.product import SampleProduct
 from backpack_products.some_samples import subsample
-from backpack_products.tuning import memory_budget
+from backpack_products.tuning import memory_budget, within_budget
 
 # Names of the parameters that a parametrised weight is computed from; a rule covers the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
@@ -130,7 +130,7 @@ def operations(run: LayerRun) -> Entries:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         for budget, needs in product((memory_budget(), 1), _PLANS):
             for what, (operation, definition) in _DEFINITIONS.items():
-                with within(budget), torch.no_grad():
+                with within_budget(budget), torch.no_grad():
                     form = run.call("param_product", name, mat)
                     form.needs = frozenset(needs)
                     found = operation(form)

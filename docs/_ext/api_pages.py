@@ -207,7 +207,7 @@ PAGES = (
         "testing",
         "backpack_core.testing",
         "The conformance kit. [Testing](../authors/testing.md) shows how it is used.",
-        ("backpack_core.testing", "backpack_core.testing.fake_distribution"),
+        ("backpack_core.testing",),
     ),
 )
 

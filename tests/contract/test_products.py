@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import extend
-from backpack_core.testing.layer_run import within as budget
 from backpack_firstorder.products import inner, norm
 from backpack_firstorder.single import in_single
 from backpack_products import SampleProduct
 from backpack_products import operations as ops
 from backpack_products.tuning import memory_budget
+from backpack_products.tuning import within_budget as budget
 from tests.contract.products import FORMS, SAMPLES
 from tests.oracle import assert_close
 

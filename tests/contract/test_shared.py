@@ -25,11 +25,11 @@ from backpack_core.extensions import (
     SumGradSquared,
 )
 from backpack_core.testing import Arguments
-from backpack_core.testing.layer_run import within as budget
 from backpack_core.testing.nets import Problem as KitProblem
 from backpack_core.testing.network import Readout, Shrink, SoftmaxLoss, install_own_rules
 from backpack_core.testing.quantities import installed_extensions
 from backpack_products.tuning import memory_budget
+from backpack_products.tuning import within_budget as budget
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.oracle import assert_close
@@ -178,8 +178,9 @@ def test_every_extension_with_a_shared_parameter(
     make: Callable[[], Net], subsampling: tuple[int, ...] | None, size: int | None
 ) -> None:
     given = kit_problem(make)
+    options = {} if subsampling is None else {"subsampling": list(subsampling)}
     with budget(size or memory_budget()):
-        extensions, found = given.run_usable(installed_extensions(subsampling))
+        extensions, found = given.run_usable(installed_extensions(**options))
     reference = given.reference if subsampling is None else given.reference.restricted(subsampling)
     given.compare(found, extensions, 1e-10, reference)
     names = {type(extension).__name__ for extension in extensions}

@@ -11,7 +11,6 @@ from torch import nn
 from backpack_core import extend
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing.layer_run import within as budget
 from backpack_products import (
     AffineProduct,
     DenseProduct,
@@ -23,6 +22,7 @@ from backpack_products import (
 from backpack_products.columns import ApartColumns, Columns, Root
 from backpack_products.operations import dense, square_sum, squared_norm
 from backpack_products.product import PlacedProduct, sum_of
+from backpack_products.tuning import within_budget as budget
 from tests.contract.products import (
     FIRST,
     SECOND,

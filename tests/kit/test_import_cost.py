@@ -7,8 +7,8 @@ import pytest
 from backpack_core.errors import UsageError
 from backpack_core.testing import check_import, imports
 from backpack_core.testing.compare import CheckFailure
-from backpack_core.testing.fake_distribution import FakeDistribution
-from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
+from tests.distributions import FakeDistribution
+from tests.distributions import fake_distribution as fake_distribution
 
 BUSY = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
 

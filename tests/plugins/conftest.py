@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from backpack_core.discovery import preferred
-from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
 from backpack_core.testing.isolation import reset
+from tests.distributions import fake_distribution as fake_distribution
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
 from backpack_core.errors import BackpackError, UsageError
-from backpack_core.testing.fake_distribution import FakeDistribution
+from tests.distributions import FakeDistribution
 
 from sick import NORM  # isort: skip
 

@@ -15,7 +15,7 @@ import pytest
 from importlib_metadata import entry_points
 
 from backpack_core.cli import doctor, main
-from backpack_core.testing.fake_distribution import write_distribution
+from tests.distributions import write_distribution
 
 from sick import NORM, SCALE  # isort: skip
 

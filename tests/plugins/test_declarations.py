@@ -34,9 +34,9 @@ from backpack_core.errors import (
 from backpack_core.extensions import DiagGGNExact
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_case, temporary_plugin
-from backpack_core.testing.fake_distribution import FakeDistribution
 from backpack_products import FirstOrderExtension, ParametricRule
 from backpack_products.derivatives import second_derivative_mat_prod, second_order
+from tests.distributions import FakeDistribution
 
 from sick import loaded_here  # isort: skip
 

@@ -17,8 +17,8 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
 from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.fake_distribution import FakeDistribution, write_distribution
 from backpack_core.testing.isolation import reset, temporary_plugin
+from tests.distributions import FakeDistribution, write_distribution
 
 NORM_POINT = {"norm": "norm_module:GradNorm"}
 NORM_MODULE = {"norm_module": NORM}

@@ -21,7 +21,7 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins import registration
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.fake_distribution import FakeDistribution
+from tests.distributions import FakeDistribution
 
 CASES = pytest.mark.parametrize("sick", SICK.values(), ids=SICK.keys())
 

@@ -17,7 +17,7 @@ from backpack_core.cli.inspection import report
 from backpack_core.errors import AutodiffFallbackWarning, MissingPluginError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded, known_plugins
-from backpack_core.testing.fake_distribution import FakeDistribution
+from tests.distributions import FakeDistribution
 
 ROTTEN = "raise ValueError('rotten')"
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack_core import extend
 from backpack_core.extensions import BatchDiagHessian, DiagHessian
-from backpack_core.testing.layer_run import within as budget
+from backpack_products.tuning import within_budget as budget
 from tests.cases import Net, Problem, classification
 from tests.secondorder import problems as secondorder
 from tests.secondorder.problems import hessians

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import backpack, extend
 from backpack_core.errors import BridgeError, UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
-from backpack_core.testing.layer_run import within as budget
 from backpack_operations.alignment import Crossing
 from backpack_products import Columns
+from backpack_products.tuning import within_budget as budget
 from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net, Problem, classification
 from tests.core.functional import Cube

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.bases import base
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_products.derivatives import SecondOrderRule
@@ -45,3 +46,13 @@ class ElementwiseRule(SecondOrderRule):
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         return mat * (self.second_derivative(view) * grad_output)
+
+
+def has_second_derivative(rule: LayerRule) -> bool:
+    """Whether a rule has its second derivative in the input, by its class and declarations."""
+    if not isinstance(rule, SecondOrderRule) or rule.hessian_is_zero:
+        return isinstance(rule, SecondOrderRule)
+    if isinstance(rule, ElementwiseRule):
+        return type(rule).second_derivative is not ElementwiseRule.second_derivative
+    its = type(rule)._second_derivative_mat_prod
+    return its is not SecondOrderRule._second_derivative_mat_prod

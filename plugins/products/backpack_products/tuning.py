@@ -40,6 +40,17 @@ def set_memory_budget(size: int) -> None:
     _budget = size
 
 
+@contextmanager
+def within_budget(size: int) -> Iterator[None]:
+    """A block with another memory budget."""
+    before = memory_budget()
+    set_memory_budget(size)
+    try:
+        yield
+    finally:
+        set_memory_budget(before)
+
+
 # Bytes of a piece of products, which is written and then read, and should fit into the cache.
 CACHE: Final = 4 * 2**20
 # The same for a kernel that allocates each piece: larger pieces cause page faults.

@@ -195,6 +195,6 @@ def input_moment(reference: Reference, name: str) -> Tensor | None:
     for unit in traced(reference)[2]:
         if isinstance(unit.module, Affine) and reference.parameters[name] is unit.module.weight:
             x = reference.chosen(unit.given.tensors()[0].detach())
-            rows = unit.module.laid_out(x).flatten(0, -2)
+            rows = x.flatten(unit.module.start).flatten(0, -2)
             moments.append(rows.T @ rows / len(x))
     return torch.stack(moments).sum(0) if moments else None

@@ -2,7 +2,7 @@
 
 In a ``conftest.py``::
 
-    from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
+    from tests.distributions import fake_distribution as fake_distribution
 
 and in a test::
 
