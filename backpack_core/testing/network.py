@@ -9,6 +9,7 @@ root has the same numbers each time, so that Monte Carlo quantities have exact v
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -253,8 +254,13 @@ def block(
         twice: Whether a ``Mix`` is called on the output, and then on its own output.
     """
     row = Residual if residual else torch.nn.Sequential
-    parts = [Shrink(() if single else shape)] if shrink else []
-    return row(*parts, Squash(), *(2 * [Mix(shape[-1])] if twice else ()))
+    parts: OrderedDict[str, Module] = OrderedDict()
+    if shrink:
+        parts["shrink"] = Shrink(() if single else shape)
+    parts["squash"] = Squash()
+    if twice:
+        parts["again"] = parts["and_again"] = Mix(shape[-1])
+    return row(parts)
 
 
 class SmallNet(Module):
