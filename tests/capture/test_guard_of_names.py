@@ -137,4 +137,5 @@ def test_parameters_that_exchanged_their_attributes() -> None:
         step(torch.rand(5, 4), torch.randint(3, (5,)))
     model.weight.__dict__, model.weight.grad = {}, None
     step(torch.rand(5, 4), torch.randint(3, (5,)))
-    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+    individual: Tensor = model.weight.grad_batch  # type: ignore[attr-defined]
+    torch.testing.assert_close(individual.sum(0), model.weight.grad)

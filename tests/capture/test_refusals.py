@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -156,11 +157,23 @@ def counter_around(model: nn.Module, lossfunc: nn.Module) -> Function:
 
 @because("it keeps a tensor elsewhere")
 def kept_loss(model: nn.Module, lossfunc: nn.Module) -> Function:
+    log: SimpleQueue[Tensor] = SimpleQueue()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = lossfunc(model(x), y)
+        log.put(loss.detach())
+        return loss
+
+    return step
+
+
+@because("it changes attributes of modules, or variables that it refers to")
+def constant_of_a_class(model: nn.Module, lossfunc: nn.Module) -> Function:
     class Log:
         entries = ()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = lossfunc(model(x), y)
+        loss: Tensor = lossfunc(model(x), y)
         Log.entries = (*Log.entries, loss.detach())
         return loss
 
