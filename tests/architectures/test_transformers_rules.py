@@ -6,6 +6,7 @@ import ast
 import importlib
 import pathlib
 import re
+import sys
 
 import pytest
 import torch
@@ -142,9 +143,12 @@ def test_a_class_that_computes_something_else_raises(monkeypatch):
     from backpack_core.extensions import BatchGrad
     from backpack_transformers import gain
 
-    kind = _class("llama", "LlamaRMSNorm")
+    known = _class("llama", "LlamaRMSNorm")
+    members = {"forward": lambda self, x: x * self.weight.square(), "__module__": known.__module__}
+    # A new class: one that was seen before would lose its rule.
+    kind = type(known.__name__, (known,), members)
     monkeypatch.setattr(gain, "_known", set())
-    monkeypatch.setattr(kind, "forward", lambda self, x: x * self.weight.square())
+    monkeypatch.setattr(sys.modules[known.__module__], known.__name__, kind)
     model, lossfunc = extend(nn.Sequential(kind(4))), extend(nn.MSELoss())
     loss = lossfunc(model(torch.randn(3, 4)), torch.randn(3, 4))
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="was a gain"):

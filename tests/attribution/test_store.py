@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def test_scores_and_search_are_products_with_what_was_appended(tmp_path, dtype, 
             assert found.identities == scores.top(3, largest).identities
             assert torch.allclose(found.values, scores.top(3, largest).values)
     assert len(store.search(queries, k=100).identities[0]) == 8
+
+
+@pytest.mark.parametrize("late", [["store.json"], ["store", "store.json"]])
+def test_a_store_that_another_rank_makes_meanwhile(tmp_path, monkeypatch, late: list[str]) -> None:
+    """The first answer about a file is that of the moment before it was made."""
+    GradientStore(tmp_path / "store", about={"model": "a"})
+    asked: set[Path] = set()
+
+    def early(method, path: Path) -> bool:
+        is_early = path.name in late and path not in asked
+        asked.add(path)
+        return not is_early and method(path)
+
+    for name in ("exists", "is_dir"):
+        monkeypatch.setattr(Path, name, partialmethod(partial(early, getattr(Path, name))))
+    assert GradientStore(tmp_path / "store", about={"model": "a"}).about == {"model": "a"}
 
 
 def test_the_default_device_does_not_matter(tmp_path) -> None:

@@ -132,15 +132,17 @@ class Manifest:
                     "folder."
                 )
             return cls(**found)
-        if folder.is_dir():
-            strange = [p for p in folder.iterdir() if not p.name.endswith(UNFINISHED)]
-        else:
-            strange = [folder] if folder.exists() else []
+        if not folder.exists():
             if not folder.absolute().parent.is_dir():
                 raise UsageError(f"There is no folder {folder.absolute().parent}: make it.")
+            return None
+        held = [*folder.iterdir()] if folder.is_dir() else [folder]
+        if path in held:  # another rank has just written it
+            return cls.read(folder)
+        strange = [p.name for p in held if not p.name.endswith(UNFINISHED)]
         if strange:
             raise UsageError(
-                f"{folder} is not a gradient store: it holds {strange[0].name}, but no {NAME}. "
+                f"{folder} is not a gradient store: it holds {strange[0]}, but no {NAME}. "
                 "Give another folder, or one that does not exist."
             )
         return None

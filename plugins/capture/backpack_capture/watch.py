@@ -185,7 +185,7 @@ def code_behind(
                 members += [(name, f) for name, f in own if _is_users(f)]
                 if _is_users_class(base) or any(_is_users(f) for _, f in own):
                     classes[id(base)] = base
-                elif not isinstance(value, Module):
+                elif not (isinstance(value, Module) or base.__module__.startswith("backpack_")):
                     its = [(n, f) for n, f in own if isinstance(f, types.FunctionType)]
                     installed |= {id(f): (name, f) for name, f in its}
             members += (attributes_of(value) or {}).items()
@@ -283,7 +283,9 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     is_foreign = isinstance(value, types.ModuleType) and not _is_users_module(value)
     if is_ours or is_foreign or isinstance(value, _NO_RECORDS):
         return None
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    # Our own objects keep in slots what differs from step to step, such as a step's arguments.
+    bases = () if kind.__module__.startswith("backpack_") else kind.__mro__
+    slots = [vars(base).get("__slots__", ()) for base in bases]
     names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
     table: dict[str, Any] | None = vars(value) if hasattr(value, "__dict__") else None
     if table is not None and not names:
