@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-import tomllib
 
 from tests.plugins.test_rooms import PACKAGES, ROOT, imported
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
 
 HOMES = {
     **PACKAGES,
