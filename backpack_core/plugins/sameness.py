@@ -68,7 +68,7 @@ class Watched:
             kind: The class.
             names: Attributes, which it may lack.
         """
-        self._kind, self._names, self._tables = kind, [*names], tables_behind(kind)
+        self._kind, self._names, self._tables = kind, [*names], _tables_behind(kind)
         self._own = self._attributes()
         found = [name for name, value in self._own.items() if value is not None]
         # The name that is given twice makes it return a tuple, even for no other name.
@@ -89,14 +89,14 @@ class Watched:
         return any(now[name] is not known for name, known in self._own.items())
 
 
-def tables_behind(kind: type) -> list[Mapping[str, Any]]:
+def _tables_behind(kind: type) -> list[Mapping[str, Any]]:
     """The attributes of a module class and its parents below ``Module``; they follow changes."""
     return [vars(cls) for cls in kind.__mro__ if cls not in (Module, object)]
 
 
 def _attribute(kind: type, name: str) -> Any:
     """What a class below ``Module`` has under a name, before descriptors make something of it."""
-    return next((table[name] for table in tables_behind(kind) if name in table), None)
+    return next((table[name] for table in _tables_behind(kind) if name in table), None)
 
 
 def _looked_up(parent: type) -> frozenset[str]:

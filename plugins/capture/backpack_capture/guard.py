@@ -31,7 +31,7 @@ from backpack_capture.watch import (
     names_of,
 )
 from backpack_core.plugins.registry import registry
-from backpack_core.plugins.sameness import attributes_behind, tables_behind
+from backpack_core.plugins.sameness import Watched, attributes_behind
 from backpack_core.record.switch import is_disabled
 from backpack_products.tuning import memory_budget
 from backpack_products.values import look_of
@@ -97,11 +97,8 @@ class Guard:
         self._require(f"is_disabled() is {is_disabled()}")
 
     def _note_kind(self, kind: type[Module]) -> None:
-        terms = [f"len({self._name(table)}) == {len(table)}" for table in tables_behind(kind)]
-        for method, known in attributes_behind(kind).items():
-            if isinstance(known, types.FunctionType):  # of other kinds, a class makes a new object
-                terms += [f"{self._name(kind)}.{method} is {self._name(getattr(kind, method))}"]
-        self._require(*terms or ["True"])
+        is_changed = Watched(kind, attributes_behind(kind)).is_changed
+        self._require(f"not {self._name(is_changed)}()")
 
     def _note_module(self, module: Module) -> None:
         kind, table = type(module), vars(module)

@@ -52,9 +52,8 @@ class Checks(PlanObserver):
         if trust is None:
             run.survey.is_measured = not any(self._question)
             return
-        asked, is_due = run.context.asked, self._is_always or not trust.is_enough()
-        run.survey.is_measured = is_due or asked not in trust.asked
-        trust.asked.add(asked)
+        is_due = self._is_always or not trust.is_enough()
+        run.survey.is_measured = is_due or run.context.asked not in trust.asked
         if not is_due:
             return
         run.context.seen.add("measured")
@@ -78,3 +77,8 @@ class Checks(PlanObserver):
         """Note the outputs at which later passes have nothing more to measure."""
         if self._measurement is not None:
             self._measurement.settle()
+
+    def stored(self, run: BackwardPass) -> None:
+        """Note what was asked for: nothing was refused by values."""
+        if self.kept is not None:
+            self.kept.asked.add(run.context.asked)

@@ -35,7 +35,7 @@ class Trust:
         open_sites: Outputs of calls at which nothing could be compared yet, by number in the walk;
             and -1 while an operation gave zeros only. ``None`` before the first pass.
         summed: Parameters whose gradient equals the sum of their products, by keys of their uses.
-        asked: What was asked for in passes of this structure.
+        asked: What was asked for in passes of this structure that looked at values and went well.
     """
 
     passes: int = 0
