@@ -97,6 +97,52 @@ def test_a_computed_weight_where_samples_lie_on_another_axis(kind: str) -> None:
         oracle.assert_close(vars(leaf)["grad_batch"], torch.stack(gradients))
 
 
+def _recurrent(net: Net, x: Tensor) -> Tensor:
+    return net.last(net.layer(x.unsqueeze(-1).expand(-1, -1, 2))[0][:, -1])  # type: ignore[no-any-return]
+
+
+def _attending(net: Net, x: Tensor) -> Tensor:
+    x = x.unsqueeze(-1) * torch.tensor([1.0, -2.0])
+    return net.last(net.layer(x, x, x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("kind", ["pruning", "weight_norm", "parametrization"])
+@pytest.mark.parametrize(
+    ("layer", "name", "forward"),
+    [
+        (lambda: nn.LSTM(2, 2, batch_first=True), "weight_ih_l0", _recurrent),
+        (lambda: nn.GRU(2, 2, batch_first=True), "weight_hh_l0", _recurrent),
+        (lambda: nn.MultiheadAttention(2, 1, batch_first=True), "in_proj_weight", _attending),
+    ],
+    ids=["LSTM", "GRU", "MultiheadAttention"],
+)
+def test_computed_weights_of_layers_with_several(
+    layer: Any, name: str, forward: Any, kind: str
+) -> None:
+    model = Net(forward, layer=layer(), last=nn.Linear(2, 3))
+    if kind == "pruning":
+        prune.random_unstructured(model.layer, name, amount=0.4)
+    elif kind == "weight_norm":
+        nn.utils.weight_norm(model.layer, name)
+    else:
+        parametrizations.weight_norm(model.layer, name)
+    extend(model)
+    lossfunc, leaves = extend(nn.MSELoss(reduction="sum")), [*model.parameters()]
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    single = []
+    for n in range(4):
+        row = lossfunc(model(x[n : n + 1]), y[n : n + 1])
+        single.append(torch.autograd.grad(row, leaves))
+    for _ in range(4):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            lossfunc(model(x), y).backward()
+        for leaf, gradients in zip(leaves, zip(*single, strict=True), strict=True):
+            oracle.assert_close(vars(leaf)["grad_batch"], torch.stack(gradients))
+            assert "diag_ggn_exact" in vars(leaf)
+
+
 def test_a_module_inside_of_one_with_a_rule() -> None:
     """Nobody has seen its parameters: no quantity leaves them out in silence."""
     model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2))), extend(nn.MSELoss())

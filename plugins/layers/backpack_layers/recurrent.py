@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import cast
@@ -23,6 +24,8 @@ from backpack_layers.arguments import (
 from backpack_layers.once import once_per_columns
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
 from backpack_products.parametric import AffinePairsRule
+
+_NAME = re.compile(r"(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,9 @@ class RecurrentRule(AffinePairsRule):
     """
 
     def parameter_names(self, module: Module) -> tuple[str, ...]:
-        """Those of every layer and direction."""
-        return tuple(name for name, _ in module.named_parameters(recurse=False))
+        """Those of every layer and direction, but not what a hook computes weights from."""
+        named = module.named_parameters(recurse=False)
+        return tuple(name for name, _ in named if _NAME.fullmatch(name))
 
     def check(self, view: View) -> None:
         """Refuse layouts without a leading batch axis, packed sequences, dropout, projections."""

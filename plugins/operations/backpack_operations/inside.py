@@ -53,7 +53,7 @@ def read_here(
         return trained
     when_reached(node, traversal, _reach, schedule)
     traversal.inside.setdefault(node, []).append((lane, view, carrier, quantity, later))
-    return [use for use in trained if use not in later]
+    return [use for use in trained if use.name not in rule.reads_inside]
 
 
 def _reach(traversal: GraphTraversal, grads: Sequence[Tensor | None]) -> None:
