@@ -18,13 +18,21 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, Samples, pop, push
+from backpack_core.engine.active import (
+    Check,
+    Context,
+    ExtensionHook,
+    Gradient,
+    Samples,
+    group,
+    pop,
+    push,
+)
 from backpack_core.engine.chain import between
-from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
-from backpack_core.plugins.manager import answer
+from backpack_core.plugins.registration import answer
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View

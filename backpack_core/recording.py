@@ -30,8 +30,8 @@ from backpack_core.record.execution import (
     Execution,
     simple_node,
 )
+from backpack_core.record.models import OWNER_ATTRIBUTE, Owner, run_of_model, runs_on
 from backpack_core.record.nested import in_order, iter_tensors, tensors_in
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model, runs_on
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
     Traits,

@@ -13,7 +13,14 @@ from typing import Any, Final, TypeAlias
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, discover, preferred, qualified_name, settle
+from backpack_core.discovery import (
+    Plugin,
+    discover,
+    our_plugins,
+    preferred,
+    qualified_name,
+    settle,
+)
 from backpack_core.errors import (
     BrokenPluginWarning,
     MissingPluginError,
@@ -23,7 +30,6 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import known
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -166,7 +172,7 @@ def _plainly(otherwise: str) -> tuple[str, Plugin | None]:
 def _by_name(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | None]:
     kinds = wanted.__mro__ if isinstance(wanted, type) else ()
     names = {*map(qualified_name, kinds), str(wanted)}
-    homes = [home for home, provided in known().items() if not names.isdisjoint(provided)]
+    homes = [home for home, provided in our_plugins().items() if not names.isdisjoint(provided)]
     texts = [f" {home} has it: pip install {home}." for home in homes]
     return "".join([*texts, blocked()] if texts else ()), None
 

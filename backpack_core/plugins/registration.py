@@ -1,12 +1,14 @@
-"""Registers plugins. Each is checked first, and registered completely or not at all."""
+"""Registers plugins with pluggy. Each is checked first, and registered completely or not at all."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
+import pluggy
 from pluggy import PluginValidationError
 
 from backpack_core.contract.bases import vet
@@ -20,10 +22,23 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins import hookspecs
 from backpack_core.plugins.hookspecs import PROJECT
-from backpack_core.plugins.manager import hooks as hooks
-from backpack_core.plugins.manager import manager as manager
 from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
 from backpack_core.record import storage
+
+manager: Final = pluggy.PluginManager(PROJECT)
+manager.add_hookspecs(hookspecs)
+hooks: Final = manager.hook
+
+
+def answer(hook: str) -> Any:
+    """What the library that answers a hook returns; it is asked again when plugins have changed."""
+    return _answer(hook, registry.generation)
+
+
+@lru_cache(maxsize=4)
+def _answer(hook: str, generation: int) -> Any:
+    return getattr(hooks, hook)()
+
 
 API_VERSION = 2
 # The version of plugins that declare none, which is the first that was published.

@@ -16,7 +16,7 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.chain import Chain, between
 from backpack_core.errors import MissingPluginError, SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
 from backpack_core.plugins.registration import manager
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import edge_of

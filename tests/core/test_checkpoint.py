@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import backpack, extend, is_extended
 from backpack_core.errors import BackpackWarning, BridgeError, SampleMixingError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian
-from backpack_core.record.owner import model_runs
+from backpack_core.record.models import model_runs
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

@@ -27,11 +27,10 @@ from backpack_checks.dyed import (
     largest,
 )
 from backpack_core._torch import Node
-from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, LossRule
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.graph.nodes import described, is_leaf
+from backpack_core.graph import described, is_leaf
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.view import View
 from backpack_operations import nodes

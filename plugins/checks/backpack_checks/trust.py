@@ -13,10 +13,9 @@ from typing import Final
 
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
-from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, is_leaf
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import owner_of
+from backpack_core.record.models import owner_of
 from backpack_operations import nodes
 from backpack_operations.paths import reached_past_losses
 from backpack_operations.plan import plans

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from backpack_core.replaced import replaced
+from backpack_core.engine.sink import replaced
 from backpack_products._torch import holders_of, without_modes
 
 # In bytes. Smaller results come from the heap, whose pages have been touched.
