@@ -71,10 +71,9 @@ def clear(
         survey.shards.update(storage().shards_in(models))
         modules = chain(*(model.modules() for model in models))
         parameters = chain(*(m._parameters.values() for m in modules), survey.shards.values())
-    for parameter in parameters:
-        if parameter is not None and (not new or id(parameter) not in new):
-            for field in fields:
-                replaced.offer(parameter.__dict__, field, offers)
+    if new:
+        parameters = [parameter for parameter in parameters if id(parameter) not in new]
+    replaced.offer([p.__dict__ for p in parameters if p is not None], fields, offers)
 
 
 def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
@@ -238,8 +237,10 @@ def see_values(values: Any, who: str) -> None:
         )
 
 
-def _forget(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
-    owner.pop(name, None)
+def _forget(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: bool) -> None:
+    for owner in owners:
+        for name in names:
+            owner.pop(name, None)
 
 
 def _nothing() -> None:
@@ -251,8 +252,8 @@ class Replaced:
     """Two functions that a library may replace.
 
     Attributes:
-        offer: Removes a result from a dictionary; ``is_wanted`` says whether its memory may be
-            reused.
+        offer: Removes results from dictionaries, by their names; ``is_wanted`` says whether their
+            memory may be reused.
         drop: Frees the memory that was not reused; called at the end of a pass.
     """
 

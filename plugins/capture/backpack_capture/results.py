@@ -66,8 +66,11 @@ class Results:
 
     def offer(self) -> None:
         """Offer the memory of the present results to those that replace them."""
+        owners: dict[str, list[dict[str, Any]]] = {}
         for parameter, field in self._stored:
-            offer(parameter.__dict__, field)
+            owners.setdefault(field, []).append(parameter.__dict__)
+        for field, tables in owners.items():
+            offer(tables, (field,))
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store the same results with other tensors, and return what the step returned."""
