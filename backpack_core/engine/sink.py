@@ -16,18 +16,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core import errors
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Reading
 from backpack_core.contract.rules import Normaliser
 from backpack_core.engine.active import Context, Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import (
-    BackpackWarning,
-    PluginCodeError,
-    ShapeError,
-    UnsupportedError,
-    warn_once,
-)
 from backpack_core.graph import Survey, Trained
 from backpack_core.record.call import Call
 from backpack_core.record.guards import guard_of, unshared
@@ -191,9 +185,9 @@ class Sink:
                     seen += () if guard is None else shown.held()
                     value = extension.read(shown)
                     if value is None:
-                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
+                        raise errors.ShapeError(f"{type(extension).__name__}.read returned None.")
                     seen += () if guard is None else shown.made
-            except UnsupportedError as error:
+            except errors.UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
             values.append(value)
@@ -232,7 +226,7 @@ def see_values(values: Any, who: str) -> None:
     """
     is_mapping = isinstance(values, Mapping)
     if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
-        raise PluginCodeError(
+        raise errors.PluginCodeError(
             f"{who} must return a mapping from parameters to values. Got {abridged(values)}."
         )
 
@@ -269,7 +263,7 @@ def wants_unruled(extension: Extension) -> bool:
     return extension.fail_mode not in ("warning", "silent")
 
 
-def tolerates(extension: Extension, view: View, name: str, error: UnsupportedError) -> bool:
+def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
     """Whether an extension goes on after an error, as its ``fail_mode`` says."""
     if extension.needs_every_parameter:
         return False
@@ -280,5 +274,5 @@ def tolerates(extension: Extension, view: View, name: str, error: UnsupportedErr
 def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
     """Whether an extension leaves a parameter out, as its ``fail_mode`` says; warns if asked to."""
     if extension.fail_mode == "warning":
-        warn_once(key, text, BackpackWarning)
+        errors.warn_once(key, text, errors.BackpackWarning)
     return extension.fail_mode in ("warning", "silent")
