@@ -21,7 +21,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
-from backpack_core.plugins.sameness import Watched, attributes_behind, has_other, same_maps
+from backpack_core.plugins.sameness import Name, Watched, attributes_behind, has_other, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -34,16 +34,17 @@ class Resolved(NamedTuple):
         provenance: The plugin that provided it.
         is_fallback: Whether there is no rule, so that ``rule`` is a ``NoRule``.
         params: The parameters that it covers; those of submodules as ``"out_proj.weight"``.
-        behind: What determines what the module computes, by name: methods, and ``None`` for names
-            that the class lacks. The rule is not used for a module that has another method as an
-            attribute of its own, or whose class was changed since.
+        behind: What determines what the module computes, by name: methods, ``None`` for names that
+            the class lacks, and functions that its code finds elsewhere. The rule is not used for a
+            module that has another method as an attribute of its own, or if something was replaced
+            since.
     """
 
     rule: LayerRule
     provenance: Provenance
     is_fallback: bool = False
     params: tuple[str, ...] = ()
-    behind: Mapping[str, Any] = MappingProxyType({})
+    behind: Mapping[Name, Any] = MappingProxyType({})
 
 
 # A checked contribution: the name of its table in the registry, its key there, and itself.

@@ -6,9 +6,10 @@ Without this, a subclass with another ``forward`` would silently be differentiat
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
-from types import FunctionType
+from operator import attrgetter, itemgetter
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch.nn import Module
@@ -16,6 +17,8 @@ from torch.nn import Module
 from backpack_core._torch import class_of
 from backpack_core.remember import remembered
 
+# An attribute of a module class, or where code finds a function: ``(torch, "relu")``.
+Name = str | tuple[ModuleType, str]
 # The methods between calling a module and its forward.
 _CALLING = frozenset(
     {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"}
@@ -43,16 +46,20 @@ def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
 
 
 @remembered
-def attributes_behind(parent: type) -> Mapping[str, Any]:
-    """What determines what a module class computes, by name, as the class has it when first seen.
+def attributes_behind(parent: type) -> Mapping[Name, Any]:
+    """What determines what a module class computes, by name, as it is when first seen.
 
-    ``None`` stands for names that the class lacks. It may get a property of this name later.
+    These are attributes of the class, and the functions that its code finds elsewhere, such as
+    ``F.linear``. ``None`` stands for names that the class lacks. It may get a property of this name
+    later.
     """
-    return {n: _attribute(parent, n) for n in ("forward", *_looked_up(parent), *_CALLING)}
+    names = ("forward", *_looked_up(parent), *_CALLING)
+    elsewhere = {place for n in names for place in _places(_method(parent, n))}
+    return {n: _attribute(parent, n) for n in (*names, *elsewhere)}
 
 
-def has_other(module: Module, attributes: Mapping[str, Any]) -> bool:
-    """Whether a module has other methods, or its class has other attributes by now."""
+def has_other(module: Module, attributes: Mapping[Name, Any]) -> bool:
+    """Whether a module has other methods, or its class computes by something else by now."""
     kind = class_of(module)
     is_patched = any(_attribute(kind, name) is not known for name, known in attributes.items())
     return is_patched or any(hasattr(attributes.get(n), "__get__") for n in module.__dict__)
@@ -61,32 +68,37 @@ def has_other(module: Module, attributes: Mapping[str, Any]) -> bool:
 class Watched:
     """A module class and what it has under some names, so that later changes are noticed."""
 
-    def __init__(self, kind: type[Module], names: Iterable[str]) -> None:
+    def __init__(self, kind: type[Module], names: Iterable[Name]) -> None:
         """Note what the class has.
 
         Args:
             kind: The class.
-            names: Attributes, which it may lack.
+            names: Attributes, which it may lack, and where its code finds functions.
         """
-        self._kind, self._names, self._tables = kind, [*names], _tables_behind(kind)
-        self._own = self._attributes()
-        found = [name for name, value in self._own.items() if value is not None]
+        self._kind, self._tables = kind, _tables_behind(kind)
+        self._own = {name: _attribute(kind, name) for name in names}
+        found: dict[Any, list[str]] = {kind: []}
+        for name in (name for name, value in self._own.items() if value is not None):
+            owner, attribute = (kind, name) if isinstance(name, str) else name
+            found.setdefault(owner, []).append(attribute)
         # The name that is given twice makes it return a tuple, even for no other name.
-        self._look = attrgetter(*found, *["__mro__"] * 2)
-        self._seen = self._look(kind), [*map(len, self._tables)]
+        self._look = attrgetter(*found.pop(kind), *["__mro__"] * 2)
+        self._elsewhere = [(itemgetter(*n, n[0]), vars(owner)) for owner, n in found.items()]
+        self._seen = self._now()
 
-    def _attributes(self) -> dict[str, Any]:
-        return {name: _attribute(self._kind, name) for name in self._names}
+    def _now(self) -> Any:
+        functions = [look(table) for look, table in self._elsewhere]
+        return self._look(self._kind), [*map(len, self._tables)], functions
 
     def is_changed(self) -> bool:
-        """Whether the class has something else by now."""
+        """Whether the class has something else by now, or its code finds another function."""
         try:
-            if (self._look(self._kind), [*map(len, self._tables)]) == self._seen:
+            if self._now() == self._seen:
                 return False
         except Exception:  # an attribute is gone, or cannot be compared
             return True
-        now = self._attributes()  # another attribute may have come, or gone
-        return any(now[name] is not known for name, known in self._own.items())
+        # Another attribute may have come, or gone.
+        return any(_attribute(self._kind, name) is not own for name, own in self._own.items())
 
 
 def _tables_behind(kind: type) -> list[Mapping[str, Any]]:
@@ -94,9 +106,27 @@ def _tables_behind(kind: type) -> list[Mapping[str, Any]]:
     return [vars(cls) for cls in kind.__mro__ if cls not in (Module, object)]
 
 
-def _attribute(kind: type, name: str) -> Any:
+def _attribute(kind: type, name: Name) -> Any:
     """What a class below ``Module`` has under a name, before descriptors make something of it."""
+    if isinstance(name, tuple):
+        return vars(name[0]).get(name[1])
     return next((table[name] for table in _tables_behind(kind) if name in table), None)
+
+
+def _places(function: Any, is_method: bool = True) -> Iterator[Name]:
+    """Where a method finds functions and modules, and where these functions find others.
+
+    So ``F.relu`` leads to ``torch.relu``, but not to what torch does first in every function.
+    """
+    names, spaces = {*_names_in(function)}, [sys.modules.get(getattr(function, "__module__", ""))]
+    for space in filter(None, spaces):  # which grow
+        for name in names & vars(space).keys():
+            value = vars(space)[name]
+            spaces += [value] * (isinstance(value, ModuleType) and value not in spaces)
+            if is_method and getattr(value, "__module__", "") == space.__name__:
+                yield from _places(value, False)
+            if hasattr(value, "__name__"):
+                yield space, name
 
 
 def _looked_up(parent: type) -> frozenset[str]:
@@ -112,15 +142,10 @@ def _looked_up(parent: type) -> frozenset[str]:
 
 
 def _method(parent: type, name: str) -> Any:
-    """The function of a name that the class or a parent below ``Module`` defines."""
-    for cls in parent.__mro__:
-        if cls is Module:
-            return None
-        value = vars(cls).get(name)
-        if value is not None:
-            value = getattr(value, "__func__", getattr(value, "fget", value))
-            return inspect.unwrap(value) if isinstance(value, FunctionType) else None
-    return None
+    """The function of a name that the class or a parent other than ``Module`` defines."""
+    value = _attribute(parent, name)
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    return inspect.unwrap(value) if isinstance(value, FunctionType) else None
 
 
 def _names_in(function: Any) -> Iterator[str]:

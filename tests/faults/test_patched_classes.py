@@ -1,7 +1,8 @@
-"""Classes of modules whose methods are replaced between passes: their rules no longer hold."""
+"""Methods of modules, or functions that they call, are replaced between passes: no rule holds."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ def _squared_convolution(
     return F.conv1d(x, weight**2, bias)
 
 
+def _squared_map(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: Any = F.linear
+) -> Tensor:
+    return plain(x, weight**2, bias)  # type: ignore[no-any-return]
+
+
+def _sine(x: Tensor, **_: Any) -> Tensor:
+    return x.sin()
+
+
 class _Line(nn.Linear):
     """A class that uses its parent's rule."""
 
@@ -34,11 +45,17 @@ class _Filter(nn.Conv1d):
     """Another one."""
 
 
-CASES = [
+CASES: list[tuple[Any, str, Any, Any]] = [
     (nn.Linear, "forward", _squared, lambda: nn.Linear(3, 2)),
     (_Line, "forward", _squared, lambda: _Line(3, 2)),
     (nn.Conv1d, "_conv_forward", _squared_convolution, lambda: nn.Conv1d(1, 2, 2)),
     (_Filter, "_conv_forward", _squared_convolution, lambda: _Filter(1, 2, 2)),
+    (F, "linear", _squared_map, lambda: nn.Linear(3, 2)),
+    (F, "linear", _squared_map, lambda: _Line(3, 2)),
+    (nn.modules.linear, "F", SimpleNamespace(linear=_squared_map), lambda: nn.Linear(3, 2)),
+    (F, "gelu", _sine, lambda: nn.Sequential(nn.Linear(3, 2), nn.GELU())),
+    (torch, "tanh", _sine, lambda: nn.Linear(3, 2)),
+    (torch, "relu", _sine, lambda: nn.Sequential(nn.Linear(3, 2), nn.ReLU())),
 ]
 PATCHES = pytest.mark.parametrize(
     ("kind", "method", "function", "make"),
@@ -48,7 +65,7 @@ PATCHES = pytest.mark.parametrize(
 
 def _net(make: Any) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     layer = make()
-    shape = (4, 3) if isinstance(layer, nn.Linear) else (4, 1, 3)
+    shape = (4, 1, 3) if isinstance(layer, nn.Conv1d) else (4, 3)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
     x, y = torch.rand(shape), torch.randint(2, (4,))
     model(x)
