@@ -79,8 +79,8 @@ OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
         "factors fingerprint lookup loss merging multiply open_functions operations owned "
-        "parametric product recycled rows scale some_samples substitutes transposition tuning "
-        "values",
+        "parametric product recycled rows sameness scale some_samples substitutes transposition "
+        "tuning values",
         "overrides regrouping",
     ),
     "backpack_operations": (
