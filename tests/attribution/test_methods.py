@@ -137,6 +137,26 @@ def test_conjugate_gradients_solve_with_the_whole_gauss_newton_matrix(
     assert scores.method == "ekfac-cg"
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("refine", [0, 3])
+def test_other_data_for_the_curvature_keep_the_scale(reduction: str, refine: int) -> None:
+    """Half of data that are there twice has the curvature of all, for each sample."""
+    model, half, queries = mlp(), vectors(6), vectors(3, seed=2)
+    lossfunc = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]), reduction=reduction)
+    train = loader(half, 4) + loader(half, 3)
+    settings = {"mc_samples": None, "refine": refine, "rtol": 1e-12}
+    for damping in (None, 0.3):
+        wanted, found = (
+            influence(
+                *(model, lossfunc, train, loader(queries, 2)),
+                Influence(curvature_loader=data, damping=damping, **settings),
+                progress=False,
+            )
+            for data in (None, loader(half, 4))
+        )
+        assert torch.allclose(found.values, wanted.values, rtol=1e-9)
+
+
 def test_conjugate_gradients_stay_on_the_device() -> None:
     """Step lengths, too: of the device's numbers only shapes are known here, and none are moved."""
     with FakeTensorMode():
