@@ -293,6 +293,20 @@ def test_refusals() -> None:
         influence(model, lossfunc, loader((x, y), 2), queries, "dot")
 
 
+@pytest.mark.parametrize(
+    "change", [lambda losses: losses, lambda losses: losses.sum().detach(), lambda losses: 1.0]
+)
+def test_losses_that_are_not_numbers_with_a_graph(change) -> None:
+    def lossfunc(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return change(nn.functional.cross_entropy(output, target, reduction="none"))
+
+    model, data = mlp(), loader(vectors(6), 3)
+    with pytest.raises(UsageError, match="a tensor of one number that depends on"):
+        influence(model, lossfunc, data, data, "dot", progress=False)
+    with pytest.raises(UsageError, match="a tensor of one number that depends on"):
+        influence(model, nn.CrossEntropyLoss(), data, data, "dot", query_lossfunc=lossfunc)
+
+
 def test_loaders_that_shuffle_or_repeat() -> None:
     model, lossfunc, data = mlp(), nn.CrossEntropyLoss(), TensorDataset(*vectors(30))
     queries = loader(vectors(2), 2)

@@ -145,6 +145,12 @@ class Problem:
         """The sum of the samples' own losses, with its graph."""
         output, targets = self.forward(self.model, batch)
         loss = self._summed(output, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(
+                "A loss must be a tensor of one number that depends on trained parameters: add it "
+                "up, loss.sum(), and remove .detach(), .item() and torch.no_grad(). Got "
+                f"{loss!r:.80}."
+            )
         if not self._is_known_sum:
             self._check_sum(loss.detach(), output, targets)
         return loss
