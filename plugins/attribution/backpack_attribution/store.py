@@ -321,6 +321,8 @@ class GradientStore:
             ShapeError: The queries have other parts or shapes.
         """
         self._manifest.compare(self.folder, queries)
+        if not self.shapes:
+            raise UsageError(f"{self.folder} has no rows yet, to compare with queries: fill it.")
         return forms.count_of(queries, self.shapes)
 
     def index(self) -> dict[str, list[Any]]:
