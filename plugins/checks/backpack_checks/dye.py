@@ -227,6 +227,8 @@ class DyePropagator(Propagator):
         for position, (child, output_nr) in enumerate(node.next_functions):
             if child is None or not all(nodes.keeps_rows(node, nr, position) for nr in quantities):
                 continue
+            if (child, output_nr) in self._survey.alignment.owned:
+                continue  # its rows are in no order: they are compared with what is known of them
             length = nodes.shape_of(child, output_nr)[:1].numel()
             positions, rest = divmod(length, size) if size else (0, 0)
             if positions and not rest:

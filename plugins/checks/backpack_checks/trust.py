@@ -70,7 +70,7 @@ class Measurement:
         # Extended losses tell where samples are, so that one guess suffices; functions do not.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
-        self.dye = DyePropagator(Judge(weights, question), survey)
+        self.dye = DyePropagator(Judge(weights, question, survey.is_told), survey)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # stays so if the pass fails
@@ -133,6 +133,8 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    between = survey.between if isinstance(survey, GraphSurvey) else ()
-    settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in between]
-    return (*calls, *settings)
+    if not isinstance(survey, GraphSurvey):
+        return (*calls,)
+    settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.between]
+    # An index that the user gives may contradict the order of rows in one pass, but not in others.
+    return (*calls, *settings, len(survey.alignment.owned))
