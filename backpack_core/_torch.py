@@ -55,6 +55,14 @@ def will_execute(node: Node) -> bool:
     return graph_task_id() < 0 or _will_execute(node) or node is current_node()
 
 
+def is_end(node: Node) -> bool:
+    """Whether the current backward pass needs nothing behind a node, and so does not run it."""
+    try:
+        return not any(will_execute(n) for n, _ in node.next_functions if n is not None)
+    except RuntimeError:  # a leaf that torch.autograd.grad() was called with
+        return False
+
+
 def keeps_graph() -> bool:
     """Whether the graph is kept after the current backward pass."""
     # With create_graph=True, grad mode is on inside hooks.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core._torch import keeps_graph
+from backpack_core._torch import Node, keeps_graph
 from backpack_core.autocast import without_autocast
 from backpack_core.contract.observer import Grads, Observer, Options
 from backpack_core.contract.rules import normaliser_of
@@ -132,9 +132,19 @@ class Arguments(NamedTuple):
         """The edge of each root, with its gradient; a root that is a leaf has no edge."""
         found = []
         for root, gradient in zip(self.roots, self.gradients, strict=True):
-            edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
+            edge = _edge_of(root)
             found += [] if edge is None else [(edge, gradient)]
         return found
+
+    def returned(self) -> set[Node]:
+        """The nodes of ``inputs``, without leaves."""
+        edges = map(_edge_of, self.options.get("inputs") or ())
+        return {edge.node for edge in edges if edge is not None}
+
+
+def _edge_of(value: Any) -> Edge | None:
+    """The edge of a tensor or of a gradient edge; ``None`` for a leaf."""
+    return edge_of(value) if isinstance(value, Tensor) else Edge(value.node, value.output_nr)
 
 
 class BackwardPass:
@@ -191,6 +201,8 @@ class BackwardPass:
         self.visiting: View | None = None
         self.is_running = self.is_alone = self.is_differentiable = self.only_reads = False
         self.between = between()(context)
+        if not accumulates:
+            self.between.returned = arguments.returned()
         self.survey: Survey = self.between.survey
         self.groups = [*context.groups]
         self.schedule: Schedule = self.between.schedule(self.between, self.groups)

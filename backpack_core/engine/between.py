@@ -8,7 +8,7 @@ library that knows operations provides another by the hook ``backpack_operation`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -62,11 +62,14 @@ class Between(ABC, Generic[S]):
         schedule: Makes the schedule, where quantities wait in autograd's order, from this object
             and the groups.
         sink: Makes the sink, where results go, from a survey.
+        returned: The nodes of tensors whose gradients ``torch.autograd.grad`` returns. It gets
+            there, but runs only those behind which it needs more.
     """
 
     survey: S
     schedule: Callable[[Any, Sequence[Group]], Schedule]
     sink: Callable[[Any], Sink]
+    returned: Collection[Node] = ()
 
     def __init__(self, context: Context) -> None:
         """Begin a pass; nothing is known about its graph."""

@@ -90,7 +90,8 @@ class Schedule:
             wide: See :class:`Waiting`.
             own: See :class:`Waiting`.
         """
-        if _torch.will_execute(edge.node):
+        node, returned = edge.node, self.between.returned
+        if _torch.will_execute(node) and not (node in returned and _torch.is_end(node)):
             self.leave(lane, edge, wide, own)
 
     def leave(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:

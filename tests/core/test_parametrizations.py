@@ -23,7 +23,7 @@ from backpack_core.extensions import (
 )
 from backpack_core.plugins.registry import registry
 from tests import oracle
-from tests.cases import classification
+from tests.cases import Net, classification
 
 
 class Shift(nn.Module):
@@ -69,6 +69,32 @@ def test_what_computes_a_weight_after_extend(kind: str, is_removed: bool) -> Non
     for leaf, gradients in zip(leaves, zip(*single, strict=True), strict=True):
         oracle.assert_close(vars(leaf)["grad_batch"], torch.stack(gradients))
         assert "diag_ggn_exact" in vars(leaf)
+
+
+@pytest.mark.parametrize("kind", ["parametrization", "weight_norm", "pruning"])
+def test_a_computed_weight_where_samples_lie_on_another_axis(kind: str) -> None:
+    """The rule does not fit there, so the weight is read where the computation uses its leaves."""
+    layer = nn.Linear(2, 2)
+    if kind == "parametrization":
+        parametrize.register_parametrization(layer, "weight", Doubled())
+    elif kind == "weight_norm":
+        parametrizations.weight_norm(layer)
+    else:
+        prune.random_unstructured(layer, "weight", amount=0.5)
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        steps = net.step(net.first(x).view(-1, 4, 2).transpose(0, 1)).tanh()  # [T, N, 2]
+        return net.last(steps.transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+
+    model = extend(Net(forward, first=nn.Linear(3, 8), step=layer, last=nn.Linear(8, 3)))
+    lossfunc, leaves = extend(nn.MSELoss(reduction="sum")), [*model.parameters()]
+    x, y = torch.randn(5, 3), torch.randn(5, 3)
+    rows = [lossfunc(model(x[n : n + 1]), y[n : n + 1]) for n in range(5)]
+    single = [torch.autograd.grad(row, leaves) for row in rows]
+    with backpack(BatchGrad()):
+        lossfunc(model(x), y).backward()
+    for leaf, gradients in zip(leaves, zip(*single, strict=True), strict=True):
+        oracle.assert_close(vars(leaf)["grad_batch"], torch.stack(gradients))
 
 
 def test_a_module_inside_of_one_with_a_rule() -> None:

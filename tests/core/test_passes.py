@@ -99,6 +99,35 @@ def test_only_some_inputs() -> None:
     assert [p.grad is not None for p in problem.parameters] == [False] * 2 + [True] + [False] * 3
 
 
+@pytest.mark.parametrize("extension", [DiagGGNExact(), DiagGGNExact(chunk_size=1)], ids=repr)
+@pytest.mark.parametrize("is_doubled", [False, True], ids=["module", "operation"])
+@pytest.mark.parametrize("has_more", [False, True], ids=["alone", "and a weight behind it"])
+def test_what_a_module_made_as_input(
+    extension: Extension, is_doubled: bool, has_more: bool
+) -> None:
+    """Autograd stops there without running the node, unless it needs something behind it."""
+    seen: list[Tensor] = []
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        seen[:] = [2 * net.a(x) if is_doubled else net.a(x)]
+        return net.b(seen[0].tanh())  # type: ignore[no-any-return]
+
+    problem = classification(Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), (3,))
+    gradients = problem.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    for _ in range(5):  # also in passes that go by a plan
+        loss = problem.loss()
+        wanted = [*seen, *problem.parameters[: int(has_more)]]
+        with backpack(BatchGrad(), extension):
+            found = torch.autograd.grad(loss, wanted)
+        assert [value.shape for value in found] == [value.shape for value in wanted]
+        assert [hasattr(p, "grad_batch") for p in problem.parameters] == [has_more] * 2 + [True] * 2
+        for position in range(0 if has_more else 2, 4):
+            values = vars(problem.parameters[position])
+            oracle.assert_close(values["grad_batch"], gradients[position])
+            oracle.assert_close(values["diag_ggn_exact"], diagonals[position])
+
+
 def test_some_inputs_leave_no_partial_sum_over_calls() -> None:
     """The first of two calls is never reached: half of the sum would be wrong."""
     model = Net(
@@ -114,6 +143,32 @@ def test_some_inputs_leave_no_partial_sum_over_calls() -> None:
         loss.backward(inputs=[model.b.weight])
     assert not hasattr(model.a.weight, "grad_batch")
     oracle.assert_close(model.b.weight.grad_batch, expected[2])
+
+
+@pytest.mark.parametrize("is_added", [False, True], ids=["grad", "backward"])
+def test_an_input_between_two_calls_leaves_no_partial_sum(is_added: bool) -> None:
+    """``backward()`` runs the node of an input, ``torch.autograd.grad()`` does not."""
+    seen: list[Tensor] = []
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        seen[:] = [net.a(x)]
+        return net.b(net.a(seen[0].tanh()))  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    problem = classification(model, (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    loss = problem.loss()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        if is_added:
+            loss.backward(inputs=seen)
+        else:
+            torch.autograd.grad(loss, seen)
+    assert hasattr(model.a.weight, "grad_batch") == is_added
+    for position, parameter in enumerate(problem.parameters):
+        if is_added or position >= 2:
+            oracle.assert_close(vars(parameter)["grad_batch"], expected[position])
+            oracle.assert_close(vars(parameter)["diag_ggn_exact"], diagonals[position])
 
 
 class Stages(nn.Module):

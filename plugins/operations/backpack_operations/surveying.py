@@ -91,12 +91,13 @@ def _walk(survey: GraphSurvey, todo: _Steps) -> None:
 
 
 def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
-    """The parameters of a call that were computed in the graph, by the output of a node.
+    """The parameters of a call that users computed in the graph, by the output of a node.
 
-    ``functional_call`` can hand over such tensors. They get results as leaves do.
+    ``functional_call`` can hand over such tensors. They get results as leaves do. What the module
+    itself computes, as by a parametrization, is crossed instead: results are those of its leaves.
     """
     stored = call.stored
-    used = (stored.owned[name][0] for name in stored.parameters)
+    used = (stored.owned[name][0] for name in stored.parameters if name not in stored.computed)
     return {(node, t.output_nr): t for t in used if (node := t.grad_fn) is not None}
 
 
