@@ -3,10 +3,10 @@
 from backpack_core import extensions as extensions
 from backpack_core.context import backpack as backpack
 from backpack_core.contract.extension import Extension as Extension
-from backpack_core.contract.loss import LossRule as LossRule
 from backpack_core.contract.propagator import Propagator as Propagator
-from backpack_core.contract.reading import Reading as Reading
+from backpack_core.contract.propagator import Reading as Reading
 from backpack_core.contract.rules import LayerRule as LayerRule
+from backpack_core.contract.rules import LossRule as LossRule
 from backpack_core.extending import extend as extend
 from backpack_core.extending import is_extended as is_extended
 from backpack_core.extending import unextend as unextend

@@ -18,19 +18,18 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, Samples, pop, push
+from backpack_core.engine import active
 from backpack_core.engine.chain import between
-from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
-from backpack_core.plugins.manager import answer
+from backpack_core.plugins.registration import answer
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
 
-_CHECKS, _GRADIENTS = get_args(Check), get_args(Gradient)
+_CHECKS, _GRADIENTS = get_args(active.Check), get_args(active.Gradient)
 
 
 class backpack:
@@ -47,14 +46,14 @@ class backpack:
     def __init__(
         self,
         *extensions: Extension,
-        extension_hook: ExtensionHook | None = None,
+        extension_hook: active.ExtensionHook | None = None,
         debug: bool = False,
-        check: Check = "first",
+        check: active.Check = "first",
         retain_graph: bool = False,
         beside: Sequence[Tensor] = (),
         observer: Callable[[View], None] | None = None,
-        gradient: Gradient = "autograd",
-        samples: Samples | None = None,
+        gradient: active.Gradient = "autograd",
+        samples: active.Samples | None = None,
         keep_results: bool = False,
     ) -> None:
         """Check and store the request.
@@ -127,8 +126,8 @@ class backpack:
             ensure_loaded()
             told, edges = between().said(samples, beside)
         asked = extension_hook, debug, check, retain_graph, edges, observer, gradient
-        self._begin = partial(Context, extensions, *asked, told, keep_results)
-        self._entered: list[Context] = []
+        self._begin = partial(active.Context, extensions, *asked, told, keep_results)
+        self._entered: list[active.Context] = []
         self._around: list[AbstractContextManager[Any]] = []
 
     def summary(self) -> Any:
@@ -175,13 +174,13 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         watch = self._watched()
-        groups = group(self._extensions, watch)
+        groups = active.group(self._extensions, watch)
         context = self._begin(watch, *groups, history=self._history)
         block.__enter__()
         entry.__enter__()
         self._around.append(block)
         self._entered.append(context)
-        push(context)
+        active.push(context)
         return self
 
     def __exit__(
@@ -198,14 +197,14 @@ class backpack:
             UsageError: Some took part, but none of their parameters requires a gradient.
         """
         context = self._entered.pop()
-        pop(context)
+        active.pop(context)
         entry.__exit__(exc_type, exc, traceback)
         self._around.pop().__exit__(exc_type, exc, traceback)
         if exc_type is None and context.extensions:
             _refuse_nothing(context)
 
 
-def _refuse_nothing(context: Context) -> None:
+def _refuse_nothing(context: active.Context) -> None:
     names = ", ".join(type(e).__name__ for e in context.extensions)
     if "ran" not in context.seen:
         raise NotExtendedError(

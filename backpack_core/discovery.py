@@ -1,12 +1,18 @@
-"""Finds the installed plugins, decides which may load, and which are preferred.
+"""Finds the installed plugins and what they provide, and decides which may load.
 
 A distribution declares plugins as entry points of the group ``backpack``. Finding them reads the
-``entry_points.txt`` of each distribution, and the metadata of those that declare plugins. This
-module imports neither plugins nor torch, so that the command line starts fast.
+``entry_points.txt`` of each distribution, and the metadata of those that declare plugins. A file
+beside a plugin's code says what it provides, so that a message can name a plugin that is not
+loaded. The file is a JSON object. Its keys are names of extensions (``"KFAC"``) and of module types
+with a rule (``"torch.nn.modules.linear.Linear"``); its values are the classes behind them
+(``"package.module:Class"``). ``backpack certify`` writes it.
+
+This module imports neither plugins nor torch, so that the command line starts fast.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -14,7 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from backpack_core.errors import PluginConflictError, PluginError, nearest
@@ -329,3 +337,45 @@ def _required(requirements: Iterable[str]) -> Iterator[str]:
 def name_of(dist: Any) -> str:
     """The normalised name of a distribution, from the name of its metadata folder if possible."""
     return str(getattr(dist, "_normalized_name", None) or dist)
+
+
+PROVIDES = "backpack-provides.json"
+# What our own distributions provide, so that messages can name those that are not installed.
+OUR_PLUGINS = Path(__file__).with_name("known-plugins.json")
+
+
+def home_of(package: str) -> Path | None:
+    """The folder of a package, or the file of a module, without importing it; else ``None``."""
+    try:
+        spec = find_spec(package.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin)
+    return file.parent if spec.submodule_search_locations else file
+
+
+def beside(home: Path, name: str) -> Path:
+    """The path of a file about a package, or about a single module."""
+    return home / name if home.is_dir() else home.with_suffix(f".{name}")
+
+
+def declared_by(package: str) -> dict[str, str]:
+    """What the file of a package declares; empty if there is no valid file."""
+    home = home_of(package)
+    declared = _read(beside(home, PROVIDES)) if home else {}
+    return {str(key): value for key, value in declared.items() if isinstance(value, str)}
+
+
+def our_plugins() -> dict[str, list[str]]:
+    """What distributions that the core knows provide, installed or not, by distribution."""
+    return _read(OUR_PLUGINS)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -21,7 +21,7 @@ from backpack_core.engine.chain import between
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
+from backpack_core.record.models import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 from backpack_core.record.state import OUR_ATTRIBUTES, TRAITS_ATTRIBUTE
 from backpack_core.record.storage import storage
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from backpack_core.discovery import choose
+from backpack_core.discovery import choose, our_plugins
 from backpack_core.errors import MissingPluginError, nearest
 from backpack_core.plugins.loading import ensure_loaded, load_provider, missing
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import known
 
 
 def __getattr__(name: str) -> Any:
@@ -37,7 +36,9 @@ def _why_missing(name: str) -> str:
 
 def _near(name: str) -> str:
     ensure_loaded()
-    return nearest(name, (n for names in (registry.extensions, *known().values()) for n in names))
+    return nearest(
+        name, (n for names in (registry.extensions, *our_plugins().values()) for n in names)
+    )
 
 
 def __dir__() -> list[str]:

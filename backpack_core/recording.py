@@ -26,18 +26,10 @@ from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.record.call import NOTHING, SITES, Call, Stored
-from backpack_core.record.execution import (
-    Execution,
-    simple_node,
-)
+from backpack_core.record.execution import Execution, simple_node
+from backpack_core.record.models import OWNER_ATTRIBUTE, Owner, run_of_model, runs_on
 from backpack_core.record.nested import in_order, iter_tensors, tensors_in
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model, runs_on
-from backpack_core.record.state import (
-    TRAITS_ATTRIBUTE,
-    Traits,
-    tensors_of,
-    versions_and_frozen,
-)
+from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits, tensors_of, versions_and_frozen
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_recording
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Limit:
         return self.work * gradient + self.result_bytes / write_rate
 
 
+@cache
 def layers(problem: Problem) -> list[Layer]:
     """The affine maps of a net, in order."""
     model, found = replace(problem, device="cpu").net(), []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from backpack_core.testing.loss_checks import shared_run
 from backpack_operations.planning import Planning
 from tests import steps
 from tests.devices import DrawnOnHost, everywhere, usable
-from tests.leftovers import left_behind, state
+from tests.leftovers import left_behind, settle, state
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,9 +78,8 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test is garbage of none: no collection need look at it."""
-    gc.collect()
-    gc.freeze()
+    """What is there before the first test is garbage of none."""
+    settle()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _ENGINE = torch.autograd._engine_run_backward
 _OF_ALL_MODULES = [
     table for name, table in vars(module).items() if re.match("_global_.*hooks", name)
 ]
+
+_EACH = 50
+_settlements = count()
 
 _passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
 
@@ -59,17 +63,35 @@ def left_behind(before: State) -> dict[str, tuple[int, int]]:
     Exceptions hold frames in cycles, so garbage is collected; but only if something is left, and
     first where young objects are. And after one, autograd keeps the nodes it did not get to, until
     the next pass of the thread.
+
+    What survives a search among old objects is frozen: else each one walks all imports, and all
+    that earlier tests keep. What is still left after it is looked for there, too.
     """
     if not _changed(before):
         return {}
     torch.zeros((), requires_grad=True).neg().backward()
-    young, old = partial(_cut_circles, 1), partial(_cut_circles, 2)
-    steps = (partial(gc.collect, 0), young, partial(gc.collect, 1), old, gc.collect)
-    for step in steps:
+    young = partial(gc.collect, 0), partial(_cut_circles, 1), partial(gc.collect, 1)
+    for step in (*young, _search, gc.unfreeze, _search):
         if not _changed(before):
             return {}
         step()
     return _changed(before)
+
+
+def _search() -> None:
+    _cut_circles(2)
+    settle()
+
+
+def settle() -> None:
+    """Collect garbage; later collections do not look at what is alive now, but for a few of them.
+
+    Those few free what has become garbage since it was frozen.
+    """
+    if next(_settlements) % _EACH == 0:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _cut_circles(generation: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from importlib_metadata import PackageNotFoundError, version
 
-from backpack_core.provided import beside, home_of
+from backpack_core.discovery import beside, home_of
 
 if TYPE_CHECKING:
     from backpack_core.discovery import Plugin

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backpack_core import provided
+from backpack_core import discovery
 from backpack_core.cli.certificate import (
     NAME,
     Certificate,
@@ -130,7 +130,7 @@ def _certified(package: Project, entries: list[Any], provides: dict[str, Any]) -
         paths.append(file_of(home))
         if home.stem in provides:  # it is installed
             text = json_of(provides[home.stem])
-            provided.beside(home, provided.NAME).write_text(text, "utf-8")
+            discovery.beside(home, discovery.PROVIDES).write_text(text, "utf-8")
     return paths
 
 
@@ -224,7 +224,7 @@ def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
                 f"{wheel.name} contains code other than that certified. Build it again, then: "
                 "backpack certify FOLDER --wheel dist/NAME.whl."
             )
-        for name in (NAME, provided.NAME):
+        for name in (NAME, discovery.PROVIDES):
             source = path.with_name(path.name.replace(NAME, name))
             if source.exists():
                 entries[inside + name if is_package else source.name] = source.read_bytes()

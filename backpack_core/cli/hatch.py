@@ -17,7 +17,7 @@ from hatchling.plugin import hookimpl
 
 from backpack_core.cli.certificate import digest, file_of, read
 from backpack_core.cli.certify import certify, project
-from backpack_core.provided import NAME, beside
+from backpack_core.discovery import PROVIDES, beside
 
 
 class Certify(BuildHookInterface):  # type: ignore[type-arg]
@@ -38,7 +38,7 @@ class Certify(BuildHookInterface):  # type: ignore[type-arg]
         if any(each is None or each.code != digest(home) for home, each in certificates.items()):
             certify(folder)
         for home in package.homes:
-            for path in filter(Path.exists, (file_of(home), beside(home, NAME))):
+            for path in filter(Path.exists, (file_of(home), beside(home, PROVIDES))):
                 inside = path.relative_to(home.parent).as_posix()
                 build_data["force_include"][str(path)] = inside
 

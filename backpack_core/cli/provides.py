@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from backpack_core import discovery
 from backpack_core.cli.certificate import json_of
-from backpack_core.discovery import Claim, Plugin, qualified_name
+from backpack_core.discovery import Claim, Plugin, beside, qualified_name
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, known
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
@@ -41,9 +41,9 @@ def _class_named(value: Any) -> str:
 def untrue(plugin: Plugin) -> Iterator[str]:
     """Sentences about what a loaded plugin's file declares, but the plugin does not provide."""
     provided = provided_by([plugin]).get(plugin.package, {})
-    for name, value in declared_by(plugin.package).items():
+    for name, value in discovery.declared_by(plugin.package).items():
         if value == plugin.value and qualified_name(name) not in provided:
-            yield f"{NAME} says that it provides {name}, but it does not"
+            yield f"{discovery.PROVIDES} says that it provides {name}, but it does not"
 
 
 def files(distributions: Iterable[str]) -> dict[Path, str]:
@@ -53,16 +53,16 @@ def files(distributions: Iterable[str]) -> dict[Path, str]:
     for name in distributions:
         by_package = provided_by(p for p in known_plugins() if p.distribution == name)
         for package, provided in by_package.items():
-            home = home_of(package)
+            home = discovery.home_of(package)
             assert home is not None
-            texts[beside(home, NAME)] = json_of(provided)
+            texts[beside(home, discovery.PROVIDES)] = json_of(provided)
         table[name] = sorted(name for provided in by_package.values() for name in provided)
-    return {**texts, KNOWN: json_of(table)}
+    return {**texts, discovery.OUR_PLUGINS: json_of(table)}
 
 
 def main() -> None:
     """Write the files."""
-    for path, text in files(known()).items():
+    for path, text in files(discovery.our_plugins()).items():
         path.write_text(text, "utf-8")
         print(f"Wrote {path}.")
 

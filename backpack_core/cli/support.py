@@ -21,8 +21,7 @@ from backpack_core.cli import output
 from backpack_core.cli.watch import declared_form, is_fast
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, LossRule
 from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend

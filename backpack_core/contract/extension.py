@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.bases import base
-from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.observer import Observer
 from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import Normaliser
 from backpack_core.errors import UsageError
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]

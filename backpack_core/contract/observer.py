@@ -6,8 +6,7 @@ and ``extension_hook`` of ``backpack(...)`` are handled by observers, too.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,33 +66,3 @@ class Observer:
 
     def stored(self, run: Any) -> None:
         """Called when all results are stored."""
-
-
-class Driver(ABC):
-    """Replaces the visits of a pass.
-
-    Attributes:
-        outputs: The outputs of calls that it visits, in this order; others are ignored, and nothing
-            is surveyed. ``None`` if the engine visits calls, too.
-    """
-
-    outputs: Collection[tuple[Any, int]] | None = None
-
-    @abstractmethod
-    def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
-        """Called when autograd reaches an output, instead of ``Between.reach``.
-
-        Args:
-            run: The pass.
-            site: The output.
-            grads: The gradients with which autograd continues at its node.
-            others: Users' hooks on the tensor, if they changed its gradient.
-        """
-
-    @abstractmethod
-    def end(self, run: Any) -> None:
-        """Called when autograd is done.
-
-        Raises:
-            InternalError: An output that it must visit was not reached.
-        """

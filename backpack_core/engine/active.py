@@ -1,5 +1,7 @@
 """What a ``with backpack(...)`` block asks for, and which block is active on which thread.
 
+Extensions that share a propagator are a group: one quantity travels for all of them.
+
 Every thread of the user has a stack of contexts. Autograd runs the hooks of CPU graphs on the
 thread that called ``backward()``, and those of CUDA graphs on threads of its own, which see neither
 thread-locals nor ContextVars. So all stacks lie in one table by thread. A thread that Python did
@@ -16,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -25,7 +27,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.engine.groups import Group, Watch
+from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
@@ -199,3 +201,59 @@ def _is_alive(ident: int) -> bool:
     # A new thread may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
+
+
+Watch = Callable[..., Any]  # called with a module, a class, a word, a function and its arguments
+
+
+class Group(NamedTuple):
+    """Extensions that share a propagator; a *lane* is the index of a group in the list of groups.
+
+    Attributes:
+        propagator: What travels for all of them.
+        extensions: The extensions, in the order they were given.
+        needs: The operations that the extensions will ask of a product.
+        has_overrides: Whether carriers other than layer rules may answer for some modules.
+        watch: Calls functions in order to measure their time; ``None`` if nothing is measured.
+    """
+
+    propagator: Propagator
+    extensions: tuple[Extension, ...] = ()
+    needs: frozenset[Any] = frozenset()
+    has_overrides: bool = False
+    watch: Watch | None = None
+
+    @property
+    def first(self) -> Extension | None:
+        """The extension that error messages name."""
+        return self.extensions[0] if self.extensions else None
+
+
+def group(
+    extensions: tuple[Extension, ...], watch: Watch | None = None
+) -> tuple[tuple[Group, ...], tuple[Extension, ...]]:
+    """Group extensions with equal propagators; one with carriers of its own is a group by itself.
+
+    Args:
+        extensions: What was asked for.
+        watch: See :class:`Group`.
+
+    Returns:
+        The groups, and the extensions that belong to none: they read the graph as a whole.
+
+    Raises:
+        PluginConflictError: Several plugins provide a propagator of the same name.
+    """
+    together: dict[tuple[Propagator, int | None], list[Extension]] = {}
+    for extension in extensions:
+        if not extension.is_whole:
+            registry.refuse_rivals(type(extension.propagator))
+            is_alone = bool(extension.carriers) or registry.has_overrides(type(extension))
+            key = extension.propagator, id(extension) if is_alone else None
+            together.setdefault(key, []).append(extension)
+    groups = []
+    for (propagator, alone), group in together.items():
+        needs = frozenset().union(*[extension.needs for extension in group])
+        serving = propagator.serving(tuple(group))
+        groups.append(Group(serving, tuple(group), needs, alone is not None, watch))
+    return tuple(groups), tuple([e for e in extensions if e.is_whole])

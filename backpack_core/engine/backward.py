@@ -1,4 +1,4 @@
-"""One backward pass of autograd under one context, and what our hooks do in it.
+"""One backward pass of autograd under one context, what our hooks do in it, and who observes it.
 
 Autograd runs hooks in topological order: when the hook on an output fires, every consumer of that
 output has been visited. So a quantity waits where it was sent, at a call's output or at an autograd
@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,26 +17,102 @@ from torch import Tensor
 
 from backpack_core._torch import Node, keeps_graph
 from backpack_core.autocast import without_autocast
-from backpack_core.contract.loss import normaliser_of
-from backpack_core.contract.observer import Driver, Grads, Options
-from backpack_core.engine.active import Context
-from backpack_core.engine.attending import (
-    answers,
-    observers_of_libraries,
-    overriding,
-    own_observers,
-)
+from backpack_core.contract.observer import Grads, Observer, Options
+from backpack_core.contract.rules import normaliser_of
+from backpack_core.engine.active import Context, ExtensionHook, logger
+from backpack_core.engine.between import Planning
 from backpack_core.engine.chain import between
-from backpack_core.engine.fields import clear
-from backpack_core.engine.location import place, place_between
-from backpack_core.engine.losses import changed_gradient
-from backpack_core.engine.planning import Planning
+from backpack_core.engine.location import changed_gradient, place, place_between
 from backpack_core.engine.schedule import Schedule
-from backpack_core.graph.survey import Survey
+from backpack_core.engine.sink import clear, replaced
+from backpack_core.errors import PluginCodeError
+from backpack_core.graph import Survey
+from backpack_core.plugins.loading import missing
+from backpack_core.plugins.registration import hooks
 from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
-from backpack_core.replaced import replaced
+
+
+class Shown(Observer):
+    """Calls a function with the view of each visit: ``observer``, or one that logs."""
+
+    def __init__(self, function: Callable[[View], None]) -> None:
+        self._function = function
+
+    def before(self, view: View) -> None:
+        """Call it before anything is read."""
+        self._function(view)
+
+
+def log(view: View) -> None:
+    """Log the module of a visit, the shape of its output, and the rule."""
+    shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
+    logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)
+
+
+class Hooked(Observer):
+    """Calls ``extension_hook`` with each module."""
+
+    needs_autograd = True
+
+    def __init__(self, function: ExtensionHook, survey: Survey) -> None:
+        self._function, self._survey = function, survey
+
+    def after(self, view: View) -> None:
+        """Call it with the visited module, unless operations go on using its parameters."""
+        if view.call not in self._survey.freed:
+            self._function(view.call.module)
+
+
+def own_observers(context: Context, survey: Survey) -> list[Observer]:
+    """Those of core's own observers that were asked for."""
+    shown = context.observer, log if context.debug else None
+    found: list[Observer] = [Shown(function) for function in shown if function is not None]
+    hook = context.extension_hook
+    return found if hook is None else [*found, Hooked(hook, survey)]
+
+
+def observers_of_libraries(run: Any) -> list[Observer]:
+    """The observers that libraries return for a pass.
+
+    Raises:
+        PluginCodeError: A library returned something other than an observer.
+        MissingPluginError: No installed library implements an argument of ``backpack(...)``.
+    """
+    found: list[Observer] = hooks.backpack_run(run=run)
+    for observer in found:
+        given: object = observer
+        if not isinstance(given, Observer):
+            raise PluginCodeError(f"backpack_run must return an Observer. Got {given!r:.80}.")
+    for argument, word, library in _answered_by(run.context):
+        if not answers(found, argument):
+            raise missing(
+                f"backpack({argument}={word!r}) needs a library that is not there: "
+                f"pip install {library}.",
+                library.removeprefix("backpack-"),
+            )
+    return found
+
+
+def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
+    """The arguments that core leaves to libraries: name, value, and the library."""
+    if context.check == "always":
+        yield "check", context.check, "backpack-checks"
+    if context.gradient != "autograd":
+        yield "gradient", context.gradient, "backpack-interplay"
+
+
+def answers(observers: Iterable[Observer], argument: str) -> bool:
+    """Whether any observer implements an argument of ``backpack(...)``."""
+    return any(argument in observer.answers for observer in observers)
+
+
+def overriding(observers: Iterable[Observer], method: str) -> tuple[Callable[..., Any], ...]:
+    """The bound method of each observer whose class overrides it."""
+    bound = [getattr(observer, method) for observer in observers]
+    default = getattr(Observer, method)
+    return tuple([each for each in bound if getattr(each, "__func__", None) is not default])
 
 
 class Arguments(NamedTuple):
@@ -84,11 +160,9 @@ class BackwardPass:
         survey: What is known about the graph.
         groups: What travels: the context's groups, and what observers add.
         schedule: Where quantities wait.
-        traversal: Reads and sends.
+        traversal: Reads and sends; ``None`` if a library visits all calls in its own way.
         sink: Takes results.
         observers: Who attends the pass.
-        driver: Takes over visits, if an observer has brought one.
-        driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
         visiting: The view of the call that is visited now.
         is_announced: Whether the call of ``backward()`` was seen, so that all roots are known.
         is_outermost: Whether it began outside of any other pass.
@@ -124,8 +198,6 @@ class BackwardPass:
         self.gradients = [gradient for _, gradient in entries]
         accumulates = bool(arguments.options.get("accumulate_grad"))
         self.may_narrow = accumulates and len(self.roots) == len(arguments.roots)
-        self.driver: Driver | None = None
-        self.driven: Collection[tuple[Call, int]] | None = None
         self.visiting: View | None = None
         self.is_running = self.is_alone = self.is_differentiable = self.only_reads = False
         self.between = between()(context)
@@ -185,10 +257,10 @@ class BackwardPass:
             clear(survey, survey.trained, self.context, self.sink.new)
 
     def _begin_visits(self) -> None:
+        self.traversal: Any = self.between.traversal(self.schedule, self.sink, self._kept)
         self.only_reads = True
-        if self.driven is not None:
+        if self.traversal is None:
             return
-        self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._before = overriding(self.observers, "before")
         self._after = overriding(self.observers, "after")
         context = self.context
@@ -218,21 +290,11 @@ class BackwardPass:
         Called only if :attr:`only_reads`: an activation needs no visit if extensions read
         autograd's own gradient, and nothing else travels.
         """
-        survey, driven = self.survey, self.driven
-        site = survey.sites.get((call, index))
-        if site is None or (driven is not None and (call, index) in driven):
-            return False
-        if driven is None and (survey.trained[call] or self.between.is_watched(site)):
+        site = self.survey.sites.get((call, index))
+        if site is None or self.between.is_visited(site):
             return False
         self.let_go(call)
         return True
-
-    def reach(self, site: Site, grads: Grads, changed_by: Sequence[Any] | None) -> None:
-        """Autograd has reached an output of a call; see :meth:`Between.reach`."""
-        if self.driver is None or (site.call, site.index) not in self.survey.sites:
-            self.between.reach(self, site, grads, changed_by)
-        else:
-            self.driver.reach(self, site, grads, changed_by)
 
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call.
@@ -327,9 +389,7 @@ class BackwardPass:
     def _end(self) -> None:
         """Check that nothing was left on the way, keep the plan, and store deferred results."""
         self.between.end(self)
-        if self.driver is not None:
-            self.driver.end(self)
-        if self.driven is None:
+        if self.traversal is not None:
             self.traversal.see_end()
         self.sink.see_end()
         for observer in self.observers:

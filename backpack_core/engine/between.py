@@ -1,4 +1,4 @@
-"""The interface to what lies between the calls of a graph.
+"""The interface to what lies between the calls of a graph, and to what earlier passes found there.
 
 A :class:`Between` walks the graph before the pass, and carries quantities through operations during
 it. Core has one for chains of modules with rules, where calls lead to calls (``chain.py``). A
@@ -15,20 +15,40 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core._torch import Node, is_distributed
-from backpack_core.engine.active import Context
-from backpack_core.engine.groups import Group
-from backpack_core.engine.planning import Planning
-from backpack_core.graph.survey import Survey
+from backpack_core.engine.active import Context, Group
+from backpack_core.graph import Survey
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.execution import Execution
-from backpack_core.record.run import Place, Run
+from backpack_core.record.models import Place, Run
 from backpack_core.record.state import Traits
 
-if TYPE_CHECKING:  # these files import this one
+if TYPE_CHECKING:
     from backpack_core.engine.backward import Arguments, BackwardPass
     from backpack_core.engine.schedule import Schedule
     from backpack_core.engine.sink import Sink
     from backpack_core.engine.traversal import Traversal
+
+
+class Planning:
+    """What is known before the graph of one pass is surveyed. Core alone knows nothing.
+
+    A library derives from it.
+    """
+
+    def take(self, run: Any) -> bool:
+        """Fill in the survey, and clear the results of earlier passes; returns whether it did.
+
+        Args:
+            run: The pass, before anything is surveyed.
+        """
+        return False
+
+    def make(self, run: Any) -> None:
+        """Note what the survey of a pass has found, before observers look at the pass."""
+
+    def keep(self, run: Any) -> None:
+        """Keep what was noted, since the pass went well."""
+
 
 S = TypeVar("S", bound=Survey)
 
@@ -172,8 +192,8 @@ class Between(ABC, Generic[S]):
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
-        """What happens at visits of this graph.
+    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal | None:
+        """What happens at visits of this graph; ``None`` if :meth:`reach` does all of it.
 
         Args:
             schedule: Where quantities wait.
@@ -198,9 +218,9 @@ class Between(ABC, Generic[S]):
         """Have autograd call back at nodes without a call. Default: nowhere."""
         return
 
-    def is_watched(self, site: Site) -> bool:
-        """Whether a call needs a visit although nothing is read there. Default: no."""
-        return False
+    def is_visited(self, site: Site) -> bool:
+        """Whether a call needs a visit if extensions only read. Default: if it is read there."""
+        return bool(self.survey.trained[site.call])
 
     def reach(
         self,

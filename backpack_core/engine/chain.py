@@ -13,17 +13,16 @@ from typing import Any
 from backpack_core._torch import Node, has_memory
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
-from backpack_core.engine.losses import nothing_arrived
+from backpack_core.engine.location import nothing_arrived
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
-from backpack_core.graph.nodes import described, is_leaf
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, described, is_leaf
 from backpack_core.plugins.loading import missing
-from backpack_core.plugins.manager import answer
+from backpack_core.plugins.registration import answer
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
-from backpack_core.record.run import NO_RUN
+from backpack_core.record.models import NO_RUN
 from backpack_core.record.view import View
 
 
@@ -121,7 +120,6 @@ class Chain(Between[Survey]):
             raise needs_operations(f"{call.path} {why}")
         stored = call.stored
         survey.batch_size = survey.batch_size or len(stored.inputs[0])
-        survey.widest = max(survey.widest, *[t.nbytes for t in (*stored.inputs, *stored.outputs)])
         if call.rule.mixes_samples(View(call, site.index)):
             self._mixing.append(mixing(call.path))
 

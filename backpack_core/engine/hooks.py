@@ -73,7 +73,7 @@ class OutputHook:
             found = found or _known_pass(context) or between().pass_inside(context, edge, None)
             changed_by = None if grads[self.output_nr] is grad else others
             site = Site(self.call, self.index, edge)
-            guarded(context.passes, found.reach, site, grads, changed_by)
+            guarded(context.passes, found.between.reach, found, site, grads, changed_by)
 
         handle = current_node().register_prehook(after)
 

@@ -1,19 +1,23 @@
-"""Adds to an error where it happened: module, extension, and the plugins that provided them.
+"""Errors of a pass: where they happened, and what is wrong with losses and hooks.
 
-An exception of any other type that a plugin's code raises becomes a ``PluginCodeError`` here.
+An error gets the names of module, extension, and the plugins that provided them. An exception of
+any other type that a plugin's code raises becomes a ``PluginCodeError`` here.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from backpack_core import errors
-from backpack_core._torch import Node
+from backpack_core._torch import Node, class_of
 from backpack_core.contract.extension import Extension
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
+from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 
@@ -72,3 +76,41 @@ def _foreign_line(error: Exception) -> str:
         if not frame.filename.startswith((*_OURS, "<")):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}"
     return ""
+
+
+def nothing_arrived(view: View, name: str) -> Exception:
+    """The error for a call that no quantity has reached, since no extended loss is behind it.
+
+    Args:
+        view: The call.
+        name: The extension that needs the quantity.
+    """
+    kind = class_of(view.call.module)
+    if view.output_shape == ():
+        return missing(
+            f"{name} starts at a loss, and no loss rule is known for {view.path}.",
+            kind,
+            f" Use a loss that an installed plugin knows, or write a LossRule for {kind.__name__}.",
+        )
+    return errors.NotExtendedError(
+        f"{name} starts at an extended loss, and there is none behind {view.path} (rule of "
+        f"{view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of torch.nn "
+        "and compute the loss with it, since a functional loss cannot be seen; compute other "
+        "derivatives (torch.autograd.grad, of an output) outside of the block."
+    )
+
+
+def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
+    """The error for a gradient that hooks have changed: curvature would not see the change.
+
+    Args:
+        view: The call whose output has the hooks.
+        changed_by: The hooks on the tensor; empty if they are on its autograd node.
+    """
+    names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+    where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
+    return errors.UnsupportedError(
+        f"The gradient of the output of {view.path} is changed by a hook on {where}, so the "
+        "curvature of the loss is not that of the function that backward() differentiates. Remove "
+        "the hook, or leave second-order extensions out."
+    )

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 
 from backpack_core import _torch
 from backpack_core.autocast import without_autocast
+from backpack_core.engine.active import Group
 from backpack_core.engine.between import Between
-from backpack_core.engine.groups import Group
 from backpack_core.errors import InternalError
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
 from backpack_core.record.call import Call, Edge, Site
 
 Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-task id

@@ -1,24 +1,85 @@
-"""Where extensions read parameters, and where results are stored."""
+"""Where extensions read parameters, where results are stored, and what becomes of earlier ones.
+
+A pass removes results from every parameter of the models that take part. So results of an earlier
+pass never stand next to new ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from reprlib import repr as abridged
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.nn import Module
 
+from backpack_core import errors
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import Normaliser
-from backpack_core.contract.reading import Reading
-from backpack_core.engine.carriers import tolerates, wants_unruled
-from backpack_core.engine.groups import Group
+from backpack_core.contract.propagator import Reading
+from backpack_core.contract.rules import Normaliser
+from backpack_core.engine.active import Context, Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import PluginCodeError, ShapeError, UnsupportedError
-from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, Trained
+from backpack_core.record.call import Call
 from backpack_core.record.guards import guard_of, unshared
+from backpack_core.record.models import owners_of
+from backpack_core.record.storage import storage
 from backpack_core.record.view import View
+
+# The plan of the last pass over each model, and the names of the results that it stored.
+_last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()
+
+
+def clear(
+    survey: Survey,
+    calls: Iterable[Call],
+    context: Context,
+    new: Collection[int],
+    plan: Hashable = None,
+    used: Iterable[Tensor] = (),
+) -> None:
+    """Remove the results of earlier passes from the models that take part.
+
+    Args:
+        survey: What is known about the graph.
+        calls: The calls of the pass; their modules tell the models.
+        context: What was asked for.
+        new: The ``id`` of each parameter that a pass under way has stored results on.
+        plan: The plan of the pass, if it has one. If the pass before had the same plan, only the
+            parameters in ``used`` have results.
+        used: The parameters that the pass uses; needed with a plan.
+    """
+    fields = [extension.savefield for extension in context.extensions]
+    models = owners_of(call.module for call in calls)
+    before = [_last.get(model, (None, ())) for model in models]
+    for model in models:
+        _last[model] = plan, fields
+    # Memory that is offered and not written again would only take space.
+    offers = not context.keeps_results and all(fields == known for _, known in before)
+    if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
+        parameters: Iterable[Tensor | None] = used
+    else:
+        survey.shards.update(storage().shards_in(models))
+        modules = chain(*(model.modules() for model in models))
+        parameters = chain(*(m._parameters.values() for m in modules), survey.shards.values())
+    if new:
+        parameters = [parameter for parameter in parameters if id(parameter) not in new]
+    replaced.offer([p.__dict__ for p in parameters if p is not None], fields, offers)
+
+
+def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
+    """Note that results were stored without a pass, so that the next pass looks at every parameter.
+
+    Args:
+        models: The models.
+        fields: The names of the results, whose memory the next pass may write again.
+    """
+    for model in models:
+        _last[model] = None, fields
+
 
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 
@@ -124,9 +185,9 @@ class Sink:
                     seen += () if guard is None else shown.held()
                     value = extension.read(shown)
                     if value is None:
-                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
+                        raise errors.ShapeError(f"{type(extension).__name__}.read returned None.")
                     seen += () if guard is None else shown.made
-            except UnsupportedError as error:
+            except errors.UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
             values.append(value)
@@ -165,6 +226,53 @@ def see_values(values: Any, who: str) -> None:
     """
     is_mapping = isinstance(values, Mapping)
     if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
-        raise PluginCodeError(
+        raise errors.PluginCodeError(
             f"{who} must return a mapping from parameters to values. Got {abridged(values)}."
         )
+
+
+def _forget(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: bool) -> None:
+    for owner in owners:
+        for name in names:
+            owner.pop(name, None)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Replaced:
+    """Two functions that a library may replace.
+
+    Attributes:
+        offer: Removes results from dictionaries, by their names; ``is_wanted`` says whether their
+            memory may be reused.
+        drop: Frees the memory that was not reused; called at the end of a pass.
+    """
+
+    offer: Callable[..., None] = _forget
+    drop: Callable[[], None] = _nothing
+
+
+replaced = Replaced()
+
+
+def wants_unruled(extension: Extension) -> bool:
+    """Whether an extension wants a value for parameters of modules without a rule."""
+    return extension.fail_mode not in ("warning", "silent")
+
+
+def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
+    """Whether an extension goes on after an error, as its ``fail_mode`` says."""
+    if extension.needs_every_parameter:
+        return False
+    key = (type(view.call.module), type(extension), name)
+    return leaves_out(extension, key, f"{view.path}: {error}")
+
+
+def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
+    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; warns if asked to."""
+    if extension.fail_mode == "warning":
+        errors.warn_once(key, text, errors.BackpackWarning)
+    return extension.fail_mode in ("warning", "silent")

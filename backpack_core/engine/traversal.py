@@ -1,22 +1,94 @@
 """What happens at a visit: extensions read at parameters, and quantities go on to the inputs.
 
 The schedule decides the order of visits, and the sink where results go. So the same code serves
-autograd's order and any other.
+autograd's order and any other. A carrier answers for the module: the layer rule, as core has it, or
+what a library puts in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from backpack_core.engine.carriers import RuleCarrier
-from backpack_core.engine.location import place
-from backpack_core.engine.losses import nothing_arrived
+from backpack_core.contract.bases import is_of_base
+from backpack_core.contract.propagator import Propagator, Reading
+from backpack_core.engine.active import Group
+from backpack_core.engine.location import nothing_arrived, place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.graph.parameters import Trained
+from backpack_core.errors import ShapeError
+from backpack_core.graph import Trained
 from backpack_core.record.call import Edge, Site
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
+
+
+class RuleCarrier:
+    """The layer rules as carriers; one object answers for all calls of a group."""
+
+    gives_values = False
+
+    def __init__(self, group: Group) -> None:
+        self._propagator = self.speaker = group.propagator
+        self._needs = group.needs
+        self._products = _asked(group.propagator, "products")
+        self._propagate = _asked(group.propagator, "propagate")
+
+    def starts(self, view: View) -> bool:
+        """No: the propagator starts the quantity, at a loss."""
+        return False
+
+    def arrive(self, view: View, waiting: Any) -> Any:
+        """The quantity at the output; at a loss, the propagator starts one."""
+        arrived = self._propagator.arrive(view.call.rule, view, waiting)
+        if arrived is None and view.call.rule.is_loss:
+            raise self._wrong("start", None, view, "the quantity at its input")
+        return arrived
+
+    def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
+        """The propagator's reading for each parameter, with module, name and rule noted on it."""
+        rule, module = view.call.rule, view.call.module
+        names, *_ = zip(*trained, strict=True)
+        found = self._products(rule, view, names, quantity)
+        if view.is_checked:
+            is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
+            if not is_list or not all(isinstance(reading, Reading) for reading in found):
+                what = f"a list with a reading for each of {[*names]}"
+                raise self._wrong("products", found, view, what)
+        beside: dict[Any, Any] = {}
+        for name, reading in zip(names, found, strict=True):
+            reading.name, reading.module, reading.rule = name, module, type(rule)
+            reading.call_cache, reading.column_cache = view.call_cache, beside
+            reading.needs, reading.is_measured = self._needs, view.is_measured
+        return list(found)
+
+    def send(self, view: View, quantity: Any) -> dict[int, Any]:
+        """The quantities at the inputs, by position; a loss hands its own to the first input."""
+        rule = view.call.rule
+        if rule.is_loss:
+            return {0: quantity}
+        found: Any = self._propagate(rule, view, quantity)
+        if not view.is_checked:
+            return found  # type: ignore[no-any-return]
+        count = len(view.stored.inputs)
+        if isinstance(found, dict) and all(place in range(count) for place in found):
+            return found
+        expected = f"a dictionary from positions of its {count} inputs to quantities"
+        raise self._wrong("propagate", found, view, expected)
+
+    def _wrong(self, method: str, found: Any, view: View, expected: str) -> ShapeError:
+        return ShapeError(
+            f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
+            f"{view.path}, expected {expected}."
+        )
+
+
+def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
+    """A method of the propagator, guarded unless it is that of a base class."""
+    own: Callable[..., Any] = getattr(propagator, method)
+    if is_of_base(own):
+        return own
+    return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 
 
 class Visit(NamedTuple):

@@ -13,17 +13,10 @@ from typing import Any, Final, TypeAlias
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, discover, preferred, qualified_name, settle
-from backpack_core.errors import (
-    BrokenPluginWarning,
-    MissingPluginError,
-    PluginLoadError,
-    UsageError,
-    warn,
-)
+from backpack_core import discovery, errors
+from backpack_core.discovery import Plugin, qualified_name
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import known
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -35,7 +28,7 @@ def known_plugins() -> list[Plugin]:
     global _plugins
     with lock:
         if _plugins is None:
-            _plugins = discover()
+            _plugins = discovery.discover()
         return _plugins
 
 
@@ -115,10 +108,10 @@ def _warn(broken: list[Plugin]) -> None:
         by_distribution.setdefault(str(plugin.provenance), []).append(plugin)
     for who, plugins in by_distribution.items():
         names = ", ".join(repr(p.name) for p in plugins)
-        warn(
+        errors.warn(
             f"Out of use: {names} of {who}, because of {_reason(plugins[0])}\nEverything that does "
             "not need it works. `backpack doctor` shows more.",
-            BrokenPluginWarning,
+            errors.BrokenPluginWarning,
         )
 
 
@@ -126,15 +119,17 @@ def _reason(plugin: Plugin) -> str:
     return f"{type(plugin.error).__name__}: {plugin.error}"
 
 
-def load_error(plugin: Plugin) -> PluginLoadError:
+def load_error(plugin: Plugin) -> errors.PluginLoadError:
     """The error that says why a plugin could not be loaded."""
-    return PluginLoadError(
+    return errors.PluginLoadError(
         f"The plugin {plugin.name!r} of {plugin.provenance} ({plugin.value}) could not be loaded: "
         f"{_reason(plugin)}"
     )
 
 
-def missing(message: str, wanted: str | type[Module], otherwise: str = "") -> MissingPluginError:
+def missing(
+    message: str, wanted: str | type[Module], otherwise: str = ""
+) -> errors.MissingPluginError:
     """The error for something that no plugin provides, chained to a failed plugin that might.
 
     Args:
@@ -146,7 +141,7 @@ def missing(message: str, wanted: str | type[Module], otherwise: str = "") -> Mi
     text, broken = ADVISERS[-1](wanted, otherwise)
     if broken is None and not text:
         text, broken = _plainly(otherwise)
-    error = MissingPluginError(message + text)
+    error = errors.MissingPluginError(message + text)
     error.__cause__ = None if broken is None else broken.error
     return error
 
@@ -166,7 +161,8 @@ def _plainly(otherwise: str) -> tuple[str, Plugin | None]:
 def _by_name(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | None]:
     kinds = wanted.__mro__ if isinstance(wanted, type) else ()
     names = {*map(qualified_name, kinds), str(wanted)}
-    homes = [home for home, provided in known().items() if not names.isdisjoint(provided)]
+    ours = discovery.our_plugins().items()
+    homes = [home for home, provided in ours if not names.isdisjoint(provided)]
     texts = [f" {home} has it: pip install {home}." for home in homes]
     return "".join([*texts, blocked()] if texts else ()), None
 
@@ -203,16 +199,16 @@ def prefer(distribution: str, *keys: Any) -> None:
         UsageError: A name is not a string, or a key is neither a name nor a class.
     """
     if not isinstance(distribution, str) or not all(isinstance(k, (str, type)) for k in keys):
-        raise UsageError(
+        raise errors.UsageError(
             "prefer(...) takes the name of a distribution, and classes or names that it is "
             f"preferred for. Got {(distribution, *keys)!r:.80}."
         )
     with lock:
-        preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
+        discovery.preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
         registry.forget()
         plugins = _plugins or []
         before = [p for p in plugins if p.state == "loaded"]
-        settle(plugins)
+        discovery.settle(plugins)
         for plugin in before:
             if plugin.state != "loaded":
                 withdraw(plugin.provenance)

@@ -1,29 +1,38 @@
-"""Registers plugins. Each is checked first, and registered completely or not at all."""
+"""Registers plugins with pluggy. Each is checked first, and registered completely or not at all."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
+import pluggy
 from pluggy import PluginValidationError
 
+from backpack_core import errors
 from backpack_core.contract.bases import vet
 from backpack_core.discovery import Provenance
-from backpack_core.errors import (
-    PluginConflictError,
-    PluginError,
-    PluginVersionError,
-    add_library_folder,
-    nearest,
-)
 from backpack_core.plugins import hookspecs
 from backpack_core.plugins.hookspecs import PROJECT
-from backpack_core.plugins.manager import hooks as hooks
-from backpack_core.plugins.manager import manager as manager
 from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
 from backpack_core.record import storage
+
+manager: Final = pluggy.PluginManager(PROJECT)
+manager.add_hookspecs(hookspecs)
+hooks: Final = manager.hook
+
+
+def answer(hook: str) -> Any:
+    """What the library that answers a hook returns; it is asked again when plugins have changed."""
+    return _answer(hook, registry.generation)
+
+
+@lru_cache(maxsize=4)
+def _answer(hook: str, generation: int) -> Any:
+    return getattr(hooks, hook)()
+
 
 API_VERSION = 2
 # The version of plugins that declare none, which is the first that was published.
@@ -49,10 +58,10 @@ def enter(obj: Any, provenance: Provenance) -> None:
     _check_version(obj, provenance)
     other = manager.get_name(obj)
     if other is not None:
-        raise PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
+        raise errors.PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
     source = getattr(sys.modules.get(str(getattr(obj, "__module__", ""))), "__file__", None)
     if source and provenance.distribution:
-        add_library_folder(source)
+        errors.add_library_folder(source)
     try:
         _hand_over(obj, provenance)
         registry.add(_collect(obj), provenance)
@@ -66,7 +75,7 @@ def _hand_over(obj: Any, provenance: Provenance) -> None:
     try:
         manager.register(obj, _key(provenance))
     except PluginValidationError as error:
-        raise PluginError(
+        raise errors.PluginError(
             f"A hook of {provenance} does not match its specification: {error}. Write it as "
             "backpack_core.plugins.hookspecs has it."
         ) from error
@@ -84,7 +93,7 @@ def _collect(obj: Any) -> list[Contribution]:
     returned_by: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
-            raise PluginError(
+            raise errors.PluginError(
                 f"{caller.name} is not a hook. The hooks are {', '.join(hook_names())}."
             )
         if caller.name in hookspecs.OF_PASSES:
@@ -93,9 +102,9 @@ def _collect(obj: Any) -> list[Contribution]:
         implementations = [each for each in caller.get_hookimpls() if each.plugin is obj]
         returned_by[caller.name] = returned = implementations[0].function()
         if not isinstance(returned, Iterable):
-            raise PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
+            raise errors.PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
     if not returned_by:
-        raise PluginError(
+        raise errors.PluginError(
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
@@ -118,7 +127,7 @@ def declared_api(obj: Any) -> set[int]:
         if declared is not None:
             versions = declared if isinstance(declared, (tuple, list, set)) else (declared,)
             if not versions or not all(type(version) is int for version in versions):
-                raise PluginError(
+                raise errors.PluginError(
                     "backpack_api is the version of the plugin interface, an integer, or a tuple "
                     f"of several. Got {declared!r}."
                 )
@@ -131,7 +140,7 @@ def _check_version(obj: Any, provenance: Provenance) -> None:
     if declared & SUPPORTED_API:
         return
     ours = ", ".join(map(str, sorted(SUPPORTED_API)))
-    raise PluginVersionError(
+    raise errors.PluginVersionError(
         f"It was written for version {', '.join(map(str, declared))} of the plugin interface; this "
         f"backpack-core speaks version {ours}. Install a release of "
         f"{provenance.distribution or provenance.plugin} made for it, or another backpack-core."
@@ -163,7 +172,7 @@ def register(obj: Any, name: str | None = None) -> Any:
         earlier = manager.get_plugin(_key(provenance))
         if earlier is not None:
             if not _is_rerun(earlier, obj):
-                raise PluginConflictError(
+                raise errors.PluginConflictError(
                     f"A plugin named {name!r} is registered already: pass another name, or call "
                     f"backpack_core.unregister({name!r}) first."
                 )
@@ -205,8 +214,10 @@ def unregister(plugin: Any) -> None:
     with lock:
         if not manager.has_plugin(_key(Provenance(name))):
             names = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]
-            near = nearest(name, names) or "."
-            raise PluginError(f"No plugin named {name!r} was registered in this process{near}")
+            near = errors.nearest(name, names) or "."
+            raise errors.PluginError(
+                f"No plugin named {name!r} was registered in this process{near}"
+            )
         withdraw(Provenance(name))
 
 

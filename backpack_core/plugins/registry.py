@@ -7,7 +7,7 @@ chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
-from backpack_core.plugins.sameness import Name, Watched, attributes_behind, has_other, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -34,17 +33,16 @@ class Resolved(NamedTuple):
         provenance: The plugin that provided it.
         is_fallback: Whether there is no rule, so that ``rule`` is a ``NoRule``.
         params: The parameters that it covers; those of submodules as ``"out_proj.weight"``.
-        behind: What determines what the module computes, by name: methods, ``None`` for names that
-            the class lacks, and functions that its code finds elsewhere. The rule is not used for a
-            module that has another method as an attribute of its own, or if something was replaced
-            since.
+        behind: What determines what the module computes, as :class:`Sameness` knows it. The rule is
+            not used for a module that has another method as an attribute of its own, or if
+            something was replaced since.
     """
 
     rule: LayerRule
     provenance: Provenance
     is_fallback: bool = False
     params: tuple[str, ...] = ()
-    behind: Mapping[Name, Any] = MappingProxyType({})
+    behind: Mapping[Any, Any] = MappingProxyType({})
 
 
 # A checked contribution: the name of its table in the registry, its key there, and itself.
@@ -52,17 +50,47 @@ Contribution = tuple[str, Any, Any]
 FALLBACK = Resolved(NoRule(), CORE, is_fallback=True)
 
 
+class Sameness:
+    """Whether modules compute the same, so that one can use the rule of the other.
+
+    This class compares classes and their ``forward``. A library that reads code derives from it.
+    """
+
+    def lenders(self, kind: type[Module]) -> Iterable[type]:
+        """The classes whose rules a class may use, the first that has one."""
+        return (kind,)
+
+    def behind(self, kind: type) -> Mapping[Any, Any]:
+        """What determines what a module of a class computes."""
+        return {"forward": getattr(kind, "forward", None)}
+
+    def has_other(self, module: Module, behind: Mapping[Any, Any]) -> bool:
+        """Whether a module has something else, itself or by its class."""
+        return "forward" in module.__dict__ or self.watch(class_of(module), behind)()
+
+    def watch(self, kind: type, behind: Mapping[Any, Any]) -> Callable[[], bool]:
+        """A function that says whether a class has something else by now."""
+        return lambda: any(getattr(kind, name, None) is not own for name, own in behind.items())
+
+
 @dataclass(eq=False, repr=False)
 class Registry:
-    """All claims, with a cache of the rules that they resolve to."""
+    """All claims, with a cache of the rules that they resolve to.
+
+    Attributes:
+        sameness: Says which modules compute the same.
+        generation: Grows with every change; rules that were resolved before it are outdated.
+    """
+
+    sameness: Sameness = field(default_factory=Sameness)
 
     rules: dict[ModuleType, list[Claim[LayerRule]]] = field(default_factory=dict)
     extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
     propagators: dict[str, list[Claim[type[Propagator]]]] = field(default_factory=dict)
     overrides: dict[Any, list[Claim[Any]]] = field(default_factory=dict)  # by extension and module
-    generation: int = 0  # grows with every change; rules that were resolved before it are outdated
+    generation: int = 0
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
-    _watched: dict[type[Module], Watched] = field(default_factory=dict)
+    _watched: dict[type[Module], Callable[[], bool]] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
         """Add everything that a plugin provides. Nothing here raises, so it is all or nothing."""
@@ -98,7 +126,7 @@ class Registry:
         """
         one = None if module is None else self._watched.get(class_of(module))
         watched = [*self._watched.values()] if module is None else [one] if one else []
-        if any(each.is_changed() for each in watched):
+        if any(is_changed() for is_changed in watched):
             self.forget()
 
     @property
@@ -125,18 +153,19 @@ class Registry:
             resolved = self.resolve_type(kind)
             if not resolved.is_fallback:
                 vet(type(resolved.rule), module, who=resolved.provenance)
-                self._watched[kind] = Watched(kind, resolved.behind)
+                self._watched[kind] = self.sameness.watch(kind, resolved.behind)
             cache[kind] = resolved
-        return FALLBACK if has_other(module, resolved.behind) else resolved
+        is_other = resolved.behind and self.sameness.has_other(module, resolved.behind)
+        return FALLBACK if is_other else resolved
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class; see :meth:`resolve`."""
-        for parent in same_maps(kind):
+        for parent in self.sameness.lenders(kind):
             claims = self._claims_for(parent)
             if claims:
                 claim = choose(claims, qualified_name(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
-                behind = attributes_behind(parent)
+                behind = self.sameness.behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), behind)
         return FALLBACK
 

@@ -19,8 +19,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
-from backpack_core.record.owner import PATH_ATTRIBUTE
-from backpack_core.record.run import NO_RUN, Run
+from backpack_core.record.models import NO_RUN, PATH_ATTRIBUTE, Run
 from backpack_core.record.state import Settings
 
 # Keys in the metadata of autograd nodes: calls by output; and what a library notes about views of

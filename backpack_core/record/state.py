@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import versions_of
-from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
+from backpack_core.record.models import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors by name, each with its version counter
 

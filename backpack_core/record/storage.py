@@ -19,7 +19,7 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import MissingPluginError, OverwrittenInputError
 from backpack_core.record.call import NOTHING, Stored
-from backpack_core.record.run import Run
+from backpack_core.record.models import Run
 from backpack_core.record.state import nested, tensors_of
 
 if TYPE_CHECKING:

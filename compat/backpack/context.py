@@ -13,7 +13,7 @@ from torch.nn import Module
 from backpack_core import unextend
 from backpack_core.contract.extension import Extension
 from backpack_core.engine import active as core
-from backpack_core.engine.groups import group
+from backpack_core.engine.active import group
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from backpack_core import Extension, Propagator, View
 from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.parameters import Trained
+from backpack_core.graph import Trained
 from backpack_core.record.guards import ask
 from backpack_operations.carrier import Carrier, ParameterResult
 from backpack_products import ColumnPropagator, Columns

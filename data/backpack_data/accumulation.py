@@ -17,7 +17,12 @@ from backpack_core import Extension, backpack
 from backpack_core.engine.active import Check
 from backpack_core.errors import UsageError
 from backpack_core.record.nested import map_tensors
-from backpack_data.arguments import require_kinds, require_model, require_result
+from backpack_data.arguments import (
+    require_kinds,
+    require_model,
+    require_number,
+    require_result,
+)
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.borrowed import extended, same_gradients
 from backpack_data.captured import CapturedBatches
@@ -304,11 +309,7 @@ class _Run:
     ) -> Weights:
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)
-        if loss.numel() != 1:
-            raise UsageError(
-                f"The loss of a batch has shape {list(loss.shape)}, and backward() needs a single "
-                'number: use reduction="mean" or "sum".'
-            )
+        require_number(loss)
         weights = Weights(of_losses)
         with backpack(*readers, check=self.check, observer=weights, gradient="skipped"):
             if self.is_hooked:

@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
@@ -64,3 +65,19 @@ def require_result(device: Any, dtype: Any) -> None:
         torch.empty(0, device=device, dtype=dtype)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise UsageError(f"No tensor can be on the device {device!r}: {error}") from error
+
+
+def require_number(loss: Any) -> None:
+    """Raise an error if the loss of a batch is not a number to go backward from."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"The loss of a batch is a tensor of one number. Got {loss!r:.80}.")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"The loss of a batch has shape {list(loss.shape)}, and backward() needs a single "
+            'number: use reduction="mean" or "sum".'
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "The loss of a batch has no graph to go backward through: remove .detach(), .item() "
+            "and torch.no_grad() in the model and in the loss."
+        )

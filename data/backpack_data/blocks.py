@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import distributed
 from torch.nn import Module
@@ -19,6 +20,8 @@ from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 from backpack_products.fingerprint import fingerprint
 from backpack_products.merging import declaration
+
+Held: TypeAlias = list[tuple[dict[str, Any], str, Any]]  # attributes, names and values
 
 
 class combined:
@@ -88,6 +91,7 @@ class combined:
             self._readers = [declaration(e).of_batch(e, *self._given) for e in self._readers]
         self._options = options
         self._block: backpack | None = None
+        self._held: Held = []
         self.reset()
 
     def reset(self) -> None:
@@ -108,7 +112,7 @@ class combined:
         self._weights = Weights(of_losses=self._given is None)
         block = backpack(*self._readers, observer=self._weights, **self._options)
         block.__enter__()
-        self._block = block
+        self._block, self._held = block, self._take()
         return self
 
     def __exit__(
@@ -120,13 +124,41 @@ class combined:
         """Add the values of this pass, and store those of all batches."""
         block, self._block = self._block, None
         assert block is not None
-        block.__exit__(exc_type, exc, traceback)
-        if exc_type is not None:
-            return
-        self._add(self._weights)
+        with self._passing():
+            block.__exit__(exc_type, exc, traceback)
+            if exc_type is None:
+                self._add(self._weights)
+            else:
+                _put(self._held)
+
+    def _take(self) -> Held:
+        """Take the values for all batches so far from the parameters: a pass leaves its own."""
+        parts = [vars(p) for parts in carriers(self._model).values() for p in parts]
+        fields = [e.savefield for e in self._readers]
+        return [(own, name, own.pop(name)) for own in parts for name in fields if name in own]
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """A block at the end of a pass, which puts values back if it raises."""
+        try:
+            yield
+        except BaseException:
+            _put(self._held)
+            raise
+        finally:
+            self._held = []
 
     def _add(self, weights: Weights) -> None:
         with reported(self._group):
+            new = self._take()
+            _put(new)
+            if not new and weights.samples(None):
+                raise UsageError(
+                    "The backward pass left no value on a parameter of the model of combined(...): "
+                    "it ran through another model or a copy, or raised an error that was caught "
+                    "inside the block. Nothing was added. Make combined(...) for the model that "
+                    "runs, and catch errors around the block."
+                )
             self._states.add(self._model, weights, self._given)
         _store(self._states, self._model, self._group, self._gather)
 
@@ -150,12 +182,19 @@ class combined:
         step = make(function, self._model, *self._readers, observer=observer, **self._options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with reported(self._group):
-                returned, found = step(*args, **kwargs)
-            self._add(Weights.of(found))
+            self._held = self._take()
+            with self._passing():
+                with reported(self._group):
+                    returned, found = step(*args, **kwargs)
+                self._add(Weights.of(found))
             return returned
 
         return run
+
+
+def _put(held: Held) -> None:
+    for attributes, name, value in held:
+        attributes[name] = value
 
 
 def all_reduce(

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from backpack_core import extend, is_extended, unextend
 from backpack_core.errors import BackpackWarning
-from backpack_core.record.owner import OWNER_ATTRIBUTE
+from backpack_core.record.models import OWNER_ATTRIBUTE
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from backpack_core import Extension
 from backpack_core.errors import UsageError
+from backpack_data.arguments import require_number
 from backpack_data.batches import output_of
 from backpack_data.weights import Weights
 from backpack_interplay.compiled import uncompiled
@@ -53,7 +54,9 @@ class CapturedBatches:
 
         def step(inputs: Any, targets: Any) -> Tensor:
             with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
-                return lossfunc(output_of(model, inputs), targets)
+                loss = lossfunc(output_of(model, inputs), targets)
+            require_number(loss)
+            return loss
 
         modules = [model, *([lossfunc] if isinstance(lossfunc, Module) else [])]
         compile = None if word is True else word

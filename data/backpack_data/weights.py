@@ -8,7 +8,7 @@ from typing import Any
 
 from backpack_core import View
 from backpack_core._torch import graph_task_id
-from backpack_core.contract.loss import Normaliser, normaliser_of
+from backpack_core.contract.rules import Normaliser, normaliser_of
 from backpack_core.errors import BackpackError, UsageError
 
 

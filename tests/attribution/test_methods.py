@@ -137,6 +137,26 @@ def test_conjugate_gradients_solve_with_the_whole_gauss_newton_matrix(
     assert scores.method == "ekfac-cg"
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("refine", [0, 3])
+def test_other_data_for_the_curvature_keep_the_scale(reduction: str, refine: int) -> None:
+    """Half of data that are there twice has the curvature of all, for each sample."""
+    model, half, queries = mlp(), vectors(6), vectors(3, seed=2)
+    lossfunc = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]), reduction=reduction)
+    train = loader(half, 4) + loader(half, 3)
+    settings = {"mc_samples": None, "refine": refine, "rtol": 1e-12}
+    for damping in (None, 0.3):
+        wanted, found = (
+            influence(
+                *(model, lossfunc, train, loader(queries, 2)),
+                Influence(curvature_loader=data, damping=damping, **settings),
+                progress=False,
+            )
+            for data in (None, loader(half, 4))
+        )
+        assert torch.allclose(found.values, wanted.values, rtol=1e-9)
+
+
 def test_conjugate_gradients_stay_on_the_device() -> None:
     """Step lengths, too: of the device's numbers only shapes are known here, and none are moved."""
     with FakeTensorMode():
@@ -271,6 +291,20 @@ def test_refusals() -> None:
     x[2] = torch.nan
     with pytest.raises(UsageError, match="training sample 2 are not finite"):
         influence(model, lossfunc, loader((x, y), 2), queries, "dot")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda losses: losses, lambda losses: losses.sum().detach(), lambda losses: 1.0]
+)
+def test_losses_that_are_not_numbers_with_a_graph(change) -> None:
+    def lossfunc(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return change(nn.functional.cross_entropy(output, target, reduction="none"))
+
+    model, data = mlp(), loader(vectors(6), 3)
+    with pytest.raises(UsageError, match="a tensor of one number that depends on"):
+        influence(model, lossfunc, data, data, "dot", progress=False)
+    with pytest.raises(UsageError, match="a tensor of one number that depends on"):
+        influence(model, nn.CrossEntropyLoss(), data, data, "dot", query_lossfunc=lossfunc)
 
 
 def test_loaders_that_shuffle_or_repeat() -> None:

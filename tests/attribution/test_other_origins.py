@@ -135,3 +135,51 @@ def test_data_of_one_sample_with_a_stride(tmp_path) -> None:
     assert found.train[0] == content_hashes((x.clone(), torch.tensor([int(y)])), 1)[0]
     state = tmp_path / "state"
     accumulate(mlp(), nn.CrossEntropyLoss(), [(x, y)], DiagGGNExact(), state_file=state)
+
+
+def _moved(model: nn.Module) -> nn.Module:
+    found = copy.deepcopy(model)
+    with torch.no_grad():
+        next(found.parameters()).add_(1.0)
+    return found
+
+
+@pytest.mark.parametrize("other", ["weights", "loss", "projection", "frozen", "per"])
+def test_a_store_without_rows_accepts_other_ones(other: str, tmp_path, monkeypatch) -> None:
+    model, lossfunc, train = mlp(), nn.CrossEntropyLoss(), loader(vectors(6), 3)
+    with monkeypatch.context() as patched:  # a process that is killed writes no shard
+        patched.setattr(GradientStore, "flush", lambda _: None)
+        fill(GradientStore(tmp_path / "store"), model, lossfunc, train, Projection(4))
+    assert GradientStore(tmp_path / "store").shapes
+    options: dict[str, Any] = {"projection": Projection(4)}
+    if other == "weights":
+        model = _moved(model)
+    elif other == "loss":
+        lossfunc = nn.CrossEntropyLoss(label_smoothing=0.5)
+    elif other == "projection":
+        options = {}
+    elif other == "frozen":
+        next(model.parameters()).requires_grad_(False)
+    else:
+        options["per"] = "token"
+    store = fill(GradientStore(tmp_path / "store"), model, lossfunc, train, **options)
+    fresh = fill(GradientStore(tmp_path / "fresh"), model, lossfunc, train, **options)
+    assert store.identities == fresh.identities
+    for name, rows in store[store.identities].items():
+        assert torch.equal(dense(rows), dense(fresh[store.identities][name]))
+    with pytest.raises(UsageError, match="at other weights"):
+        fill(GradientStore(tmp_path / "store"), _moved(model), lossfunc, train, **options)
+
+
+def test_rows_of_two_models_that_begin_at_once(tmp_path) -> None:
+    """The one that writes first has the store."""
+    gradients = {"weight": torch.ones(1, 3)}
+    first, second = (GradientStore(tmp_path / "store", process=n) for n in (0, 1))
+    first.computed_by({}, weights="a")
+    first.append(["a"], gradients)
+    second.computed_by({}, weights="b")
+    second.append(["b"], gradients)
+    second.flush()
+    with pytest.raises(UsageError, match="their weights differ"):
+        first.flush()
+    assert GradientStore(tmp_path / "store").identities == ["b"]

@@ -368,3 +368,22 @@ def test_places_of_ranks_are_dealt_in_turn() -> None:
     found = [name for batch in (2, 1) for each in names for name in each(None, batch)]
     assert sorted(found) == [*range(6)]
     assert found[:2] == [0, 2]
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([True, False, True]), [1.0], slice(0, 2), [None]])
+def test_masks_and_places_are_no_identities(wrong, tmp_path) -> None:
+    """In Python, True is 1: a mask would pick the rows 1 and 0 again and again."""
+    store = GradientStore(tmp_path / "store")
+    store.append([0, 1, 2], {"a": torch.randn(3, 2)})
+    store.flush()
+    scores = store.scores({"a": torch.randn(2, 2)})
+    for ask in (store.__getitem__, scores.aligned):
+        with pytest.raises(UsageError, match="must be a text or an integer"):
+            ask(wrong)
+
+
+def test_a_store_without_rows_says_so(tmp_path) -> None:
+    store = GradientStore(tmp_path / "store")
+    for ask in (store.search, store.scores):
+        with pytest.raises(UsageError, match="has no rows yet"):
+            ask({"a": torch.randn(2, 2)})

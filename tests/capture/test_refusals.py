@@ -382,3 +382,40 @@ def test_errors_of_a_step_are_its_own() -> None:
         step(-torch.rand(3, 3), y)
     step(torch.rand(3, 3), y)
     assert "4 replays" in step.report()
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_that_a_step_clears_only_later(to_none: bool) -> None:
+    """There were none when the step was recorded: the first replay that finds some is compared."""
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        model.zero_grad(to_none)
+        return lossfunc(model(x), y)
+
+    step = capture(function, model, lossfunc, BatchGrad())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", CaptureWarning)
+        for number in range(20):
+            x, y = torch.randn(5, 4), torch.randint(3, (5,))
+            if number < 10:
+                model.zero_grad()
+            step(x, y)
+            torch.testing.assert_close(model.weight.grad, model.weight.grad_batch.sum(0))
+    assert "it sets or clears .grad" in str(found[-1].message)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("change", [lambda losses: losses, lambda losses: losses.mean().detach()])
+def test_a_loss_without_a_backward_pass(
+    change: Callable[[Tensor], Tensor], is_inside: bool
+) -> None:
+    model = extend(nn.Linear(4, 3))
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        loss = change(nn.functional.cross_entropy(model(x), y, reduction="none"))
+        return (loss, 1) if is_inside else loss
+
+    step = capture(function, model, BatchGrad())
+    with pytest.raises(UsageError, match=r"but that has (shape|no graph)"):
+        step(torch.randn(5, 4), torch.randint(3, (5,)))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from backpack_core import extend
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import UnsupportedError
 from backpack_products import (
     AffineProduct,

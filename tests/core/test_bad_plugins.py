@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import LayerRule, Propagator, View, backpack
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import (
     PluginCodeError,
     PluginError,

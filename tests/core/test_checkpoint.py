@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import backpack, extend, is_extended
 from backpack_core.errors import BackpackWarning, BridgeError, SampleMixingError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian
-from backpack_core.record.owner import model_runs
+from backpack_core.record.models import still_running
 from tests import oracle
 from tests.cases import Net, Problem, classification
 
@@ -186,4 +186,4 @@ def test_a_forward_pass_that_was_left(error: type[BaseException]) -> None:
 
     with pytest.raises(error), torch.enable_grad():
         extend(nn.Sequential(nn.Linear(3, 3), Raises()))(torch.ones(2, 3))
-    assert not model_runs()
+    assert not still_running()

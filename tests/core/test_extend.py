@@ -20,7 +20,7 @@ from backpack_core.errors import (
 )
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.call import live_calls
-from backpack_core.record.owner import OWNER_ATTRIBUTE, owner_of
+from backpack_core.record.models import OWNER_ATTRIBUTE, owner_of
 from tests import oracle
 from tests.cases import classification, mlp
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from backpack_core import extend
 from backpack_core.record.call import Call
-from backpack_core.record.owner import PATH_ATTRIBUTE
+from backpack_core.record.models import PATH_ATTRIBUTE
 from backpack_operations.noted import MOST, Noted, noted_of
 from backpack_products.values import look_of
 from tests.core.test_recording import call_of

@@ -22,6 +22,7 @@ from backpack_interplay import checkpoints
 from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net, Problem, classification
+from tests.leftovers import settle
 
 Run = Callable[..., Tensor]
 WAYS: dict[str, Run] = {
@@ -159,14 +160,14 @@ def live_after_chunks(way: str, depth: int, budget: int) -> int:
 def test_chunks_keep_what_fits_into_memory(way: str) -> None:
     """Of each further block, the input that its checkpoint keeps; with memory, everything."""
     activation, before = 8 * 7 * 4, memory_budget()
-    gc.collect(), gc.freeze()
+    settle()
     try:
         less, more = (live_after_chunks(way, depth, 3 * activation) for depth in (2, 5))
         assert more - less <= 3 * 1.5 * activation
         less, more = (live_after_chunks(way, depth, before) for depth in (2, 5))
         assert more - less >= 3 * 5 * activation
     finally:
-        set_memory_budget(before), gc.unfreeze()
+        set_memory_budget(before)
 
 
 def test_what_a_checkpoint_differentiates_inside_is_not_dropped_while_it_runs() -> None:

@@ -425,3 +425,28 @@ def test_a_quantity_that_needs_one_row_for_each_sample_says_so() -> None:
     told = Told("perceptron", INDICES["uneven"], "mean", is_module=True)
     with pytest.raises(ShapeError, match=r"6 rows, which are those of 3 samples.*Leave samples="):
         told.run(KFRA())
+
+
+def _pairs(net: Any, x: Tensor) -> Tensor:
+    """Rows in pairs, one prediction for each pair."""
+    result: Tensor = net.b(torch.tanh(net.a(x)).unflatten(0, (-1, 2)).sum(1))
+    return result
+
+
+# A right index comes first: what its pass shows says nothing about others.
+@pytest.mark.parametrize("is_right_before", [True, False])
+@pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
+@pytest.mark.parametrize("index", [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 2, 2]])
+def test_an_index_of_other_samples_than_the_model_puts_together_raises(
+    index: list[int], extension: Any, is_right_before: bool
+) -> None:
+    net, lossfunc = extend(_net(_pairs)), extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(6, D), torch.randint(C, (3,))
+    for right in 3 * [[0, 0, 1, 1, 2, 2]] if is_right_before else ():
+        with backpack(extension(), samples=torch.tensor(right)):
+            lossfunc(net(x), y).backward()
+    with (
+        pytest.raises(SampleMixingError, match="First look whether the index"),
+        backpack(extension(), samples=torch.tensor(index)),
+    ):
+        lossfunc(net(x), y).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -333,11 +334,23 @@ def test_what_is_not_there_is_named_and_no_bar_is_drawn_where_nobody_looks(
     assert ("nowhere", field) not in found
 
 
-def test_a_loss_that_is_not_one_number():
-    data = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))]
-    model = extend(nn.Linear(3, 2))
-    with pytest.raises(UsageError, match=r"shape \[4\], .* reduction=.mean. or .sum."):
-        accumulate(model, extend(nn.CrossEntropyLoss(reduction="none")), data, DiagGGNMC())
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda losses: losses, "has shape [4], and backward() needs a single number: use"),
+        (lambda losses: losses.mean().detach(), "has no graph"),
+        (lambda losses: losses.mean().detach().item(), "is a tensor of one number"),
+    ],
+)
+def test_a_loss_that_is_not_one_number(change: Any, said: str, capture: bool):
+    def lossfunc(output: Tensor, target: Tensor) -> Any:
+        return change(nn.functional.cross_entropy(output, target, reduction="none"))
+
+    batch = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    options: dict[str, Any] = {"normaliser": lambda x, y: len(y), "capture": capture}
+    with pytest.raises(UsageError, match=re.escape(said)):
+        accumulate(nn.Linear(3, 2), lossfunc, [batch], BatchGrad(), **options)
 
 
 def test_model_and_loss_that_are_swapped():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -46,10 +48,48 @@ def test_one_block_for_one_pass():
     model, lossfunc = extend(net()), extend(loss())
     x, y = data()
     total = combined(model, BatchGrad())
-    with total:
-        lossfunc(model(x), y).backward()
-        with pytest.raises(UsageError, match="once for each backward pass"):
+
+    def passes_twice():
+        with total:
             lossfunc(model(x), y).backward()
+            with pytest.raises(UsageError, match="once for each backward pass"):
+                lossfunc(model(x), y).backward()
+
+    with pytest.raises(UsageError, match="catch errors around the block"):
+        passes_twice()  # the values of the first pass are gone
+
+
+@pytest.mark.parametrize("kind", ["another model", "a copy of the object", "an error"])
+def test_a_pass_that_does_not_count_leaves_values_as_they_were(kind: str):
+    """Values that the parameters hold are not those of this pass, and are not added again."""
+    model, lossfunc = extend(net()), extend(loss("sum"))
+    first, second = batches(*data(), 4, 3)
+    total = combined(model, DiagGGNExact())
+    with total:
+        lossfunc(model(first[0]), first[1]).backward()
+    before = {name: p.diag_ggn_exact for name, p in model.named_parameters()}
+    used, other = total, model
+    if kind == "another model":
+        other = extend(copy.deepcopy(net()))
+    elif kind == "a copy of the object":
+        used = copy.deepcopy(total)
+    said = "deliberate" if kind == "an error" else "left no value on a parameter of the model"
+
+    def goes_wrong():
+        with used:
+            lossfunc(other(second[0]), second[1]).backward()
+            if kind == "an error":
+                raise ArithmeticError("deliberate")
+
+    with pytest.raises((UsageError, ArithmeticError), match=said):
+        goes_wrong()
+    if kind != "a copy of the object":
+        for name, value in before.items():
+            assert model.get_parameter(name).diag_ggn_exact is value
+    with total:
+        lossfunc(model(second[0]), second[1]).backward()
+    for (name, field), value in expected([DiagGGNExact()], *data(), "sum").items():
+        assert_same(getattr(model.get_parameter(name), field), value)
 
 
 def test_what_is_kept_of_one_pass_stays():

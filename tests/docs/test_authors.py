@@ -7,7 +7,6 @@ import inspect
 import os
 import pydoc
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,8 @@ import torch
 import backpack_core
 from backpack_core import discovery
 from backpack_core.cli import scaffold
-from backpack_core.testing.isolation import reset
+from tests import forks
+from tests.docs.registrations import forgotten
 
 PAGES = Path(__file__).parents[2] / "docs" / "authors"
 
@@ -51,12 +51,23 @@ def as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     preferred = dict(discovery.preferred)
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), forgotten():
         yield
     torch.set_default_dtype(before)
     discovery.preferred.clear()
     discovery.preferred.update(preferred)
-    reset()
+
+
+RUN_TESTS = """
+import os
+from pathlib import Path
+
+import pytest
+
+path = Path(os.environ["FILE"])
+os.chdir(path.parent)
+print("ended with", int(pytest.main(["-q", "-p", "no:cacheprovider", str(path)])))
+"""
 
 
 @pytest.mark.usefixtures("as_a_reader_runs_it")
@@ -72,10 +83,9 @@ def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         exec(compile(block.code, str(path), "exec"), vars(script))
         vars(script).clear()  # classes are remembered, and would keep all that their script had
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    said = forks.python(RUN_TESTS, FILE=str(path))
+    assert said.endswith("ended with 0\n"), said
+    assert " passed" in said
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)

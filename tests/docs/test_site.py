@@ -19,7 +19,7 @@ import torch
 
 from backpack_core import errors
 from backpack_core.cli.trouble import trouble
-from backpack_core.testing.isolation import reset
+from tests.docs.registrations import forgotten
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -73,10 +73,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     errors.warned.clear()
     module = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
-    yield module
+    with forgotten():
+        yield module
     vars(module).clear()  # classes are remembered, and would keep all that their script had
     torch.set_default_dtype(before)
-    reset()
 
 
 def run(code: str, script: ModuleType) -> None:

@@ -47,7 +47,7 @@ def called(steps: list[Step]) -> Counter[str]:
 @pytest.mark.parametrize(
     ("count", "names"),
     [
-        (1, "traversal.visit straight.arrive traversal.read carriers.find traversal.send"),
+        (1, "traversal.visit straight.arrive traversal.read traversal.find traversal.sent"),
         (1, "column_propagator.propagate rules.jac_t_mat_prod linear._jac_t_mat_prod"),
         (1, "column_propagator.products parametric.param_products sink.note"),
         (2, "parametric.arrangement diag_ggn.read guards.unshared sink.store"),

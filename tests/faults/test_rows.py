@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_operations import nodes
 from backpack_operations.order import behind
 from tests import oracle

@@ -485,3 +485,25 @@ class TestRefusals:
             EKFAC(model).load_state_dict(optimizer.state_dict())
         with pytest.raises(UsageError, match="no curvature"):
             optimizer.load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
+
+    @pytest.mark.parametrize("kind", [KFAC, EKFAC])
+    @pytest.mark.parametrize("sizes", [(5, 7), (5, 7, 6)])
+    def test_a_state_of_another_model_changes_nothing(self, kind: Any, sizes: Any) -> None:
+        """The optimizer goes on as if it had not been loaded."""
+        torch.manual_seed(0)
+        pairs = zip(sizes, [*sizes[1:], 3], strict=True)
+        net = extend(nn.Sequential(*[nn.Linear(*pair) for pair in pairs]))
+        other, lossfunc, y = kind(net, lr=0.5), extend(nn.CrossEntropyLoss()), torch.tensor([0, 1])
+        train(other, net, lossfunc, torch.randn(2, 5), y)
+        found = []
+        for is_loaded in (False, True):
+            model, lossfunc, x, y = problem()
+            optimizer = kind(model, mc_samples=None)
+            train(optimizer, model, lossfunc, x, y)
+            if is_loaded:
+                with pytest.raises(UsageError, match="of the same model"):
+                    optimizer.load_state_dict(other.state_dict())
+            train(optimizer, model, lossfunc, x, y)
+            found.append([p.detach() for p in model.parameters()])
+        for left, right in zip(*found, strict=True):
+            assert torch.equal(left, right)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import discovery, plugins, provided
+from backpack_core import discovery, plugins
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
@@ -139,7 +139,7 @@ def wheel_of(package: Path) -> Path:
 )
 def test_a_package_proves_itself(package: Path) -> None:
     """From its tests to a wheel that holds what they found."""
-    told = provided.beside(package / "backpack_plugin_proved", provided.NAME)
+    told = discovery.beside(package / "backpack_plugin_proved", discovery.PROVIDES)
     as_made = told.read_text()
     wheel = wheel_of(package)
     told.write_text('{"torch.nn.Linear": "backpack_plugin_proved:Other"}')
@@ -158,14 +158,14 @@ def test_a_package_proves_itself(package: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
         assert inside == file_of(home).read_bytes()
-        said = json.loads(file.read(f"backpack_plugin_proved/{provided.NAME}"))
+        said = json.loads(file.read(f"backpack_plugin_proved/{discovery.PROVIDES}"))
         assert said == json.loads(as_made)
         record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
         assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
     hook: Any = SimpleNamespace(root=str(package), target_name="wheel")
     data: dict[str, Any] = {"force_include": {}}
     Certify.initialize(hook, "standard", data)  # the certificate is there, so nothing is run
-    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, provided.NAME)]
+    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, discovery.PROVIDES)]
     assert list(data["force_include"].values()) == names
     source = home / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from backpack_checks import providers
-from backpack_core import backpack, extend, provided
+from backpack_core import backpack, discovery, extend
 from backpack_core.cli import provides
 from backpack_core.cli.inspection import report
 from backpack_core.errors import AutodiffFallbackWarning, MissingPluginError
@@ -62,7 +62,7 @@ def scaled(fake_distribution: FakeDistribution) -> Path:
     )
     file = next(info.parent.rglob("other_module.py"))
     text = json.dumps({NAME: "other_module:ScaledRule", "Fancy": "other_module:Fancy"})
-    provided.beside(file, provided.NAME).write_text(text)
+    discovery.beside(file, discovery.PROVIDES).write_text(text)
     return file
 
 
@@ -94,7 +94,7 @@ def test_a_blocked_plugin_is_named(scaled: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"backpack-plugin-else": [NAME, "Fancy"], "backpack-plugin-layers": [NAME]}
-    monkeypatch.setattr(providers, "known", lambda: known)
+    monkeypatch.setattr(providers, "our_plugins", lambda: known)
     text = r"backpack-plugin-else has a layer rule for Scaled: pip install backpack-plugin-else\."
     with pytest.raises(MissingPluginError, match=text) as caught:
         ask(Scaled(), fail_mode="error")
@@ -113,15 +113,15 @@ def test_a_class_that_computes_something_else_is_told_apart() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"Fancy": 1}', "\x00"])
 def test_a_damaged_file_says_nothing(scaled: Path, text: str) -> None:
-    provided.beside(scaled, provided.NAME).write_text(text)
-    assert not provided.declared_by("other_module")
+    discovery.beside(scaled, discovery.PROVIDES).write_text(text)
+    assert not discovery.declared_by("other_module")
     assert not [*providers.providers_of("Fancy")]
 
 
 def test_what_is_not_true_is_a_broken_promise(scaled: Path) -> None:
     scaled.write_text(RULE)
     said = dict.fromkeys([NAME, "torch.nn.modules.linear.Bilinear"], "other_module:ScaledRule")
-    provided.beside(scaled, provided.NAME).write_text(json.dumps(said))
+    discovery.beside(scaled, discovery.PROVIDES).write_text(json.dumps(said))
     ensure_loaded()
     (plugin,) = [p for p in known_plugins() if p.name == "other"]
     assert provides.provided_by([plugin]) == {
@@ -133,9 +133,9 @@ def test_what_is_not_true_is_a_broken_promise(scaled: Path) -> None:
 
 def test_files_of_this_repository_are_up_to_date() -> None:
     """``python -m backpack_core.cli.provides`` writes them."""
-    written = provides.files(provided.known()).items()
+    written = provides.files(discovery.our_plugins()).items()
     old = [path.parent.name for path, text in written if path.read_text("utf-8") != text]
     assert not old, "run python -m backpack_core.cli.provides"
-    names = provided.known()
+    names = discovery.our_plugins()
     assert "KFAC" in names["backpack-plugin-secondorder"]
     assert "torch.nn.modules.linear.Linear" in names["backpack-plugin-layers"]

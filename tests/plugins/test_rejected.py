@@ -10,7 +10,7 @@ import pytest
 
 from backpack_core import hookimpl, register, unregister
 from backpack_core.errors import PluginError
-from backpack_core.plugins.manager import manager
+from backpack_core.plugins.registration import manager
 
 
 def with_unknown_argument() -> Any:

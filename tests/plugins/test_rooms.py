@@ -79,8 +79,8 @@ OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
         "factors fingerprint lookup loss merging multiply open_functions operations owned "
-        "parametric product recycled rows scale some_samples substitutes transposition tuning "
-        "values",
+        "parametric product recycled rows sameness scale some_samples substitutes transposition "
+        "tuning values",
         "overrides regrouping",
     ),
     "backpack_operations": (
@@ -154,27 +154,24 @@ PRIVATE_OF_TORCH = {"_torch", "_hooks"}
 ROOMS: dict[str, str] = {
     "errors": "",
     "remember": "",
-    "replaced": "",
     "_torch": "errors",
     "autocast": "_torch",
     "fields": "errors",
     "discovery": "errors",
-    "provided": "discovery",
     "_hooks": "_torch",
     "record": "_torch errors remember",
     "graph": "_torch errors record autocast",
     "contract": "_torch discovery errors graph record",
-    "plugins": "_torch contract discovery errors provided record remember",
-    "engine": "_torch _hooks errors record graph contract plugins replaced autocast",
-    "extensions": "discovery errors plugins provided",
+    "plugins": "_torch contract discovery errors record remember",
+    "engine": "_torch _hooks errors record graph contract plugins autocast",
+    "extensions": "discovery errors plugins",
     "recording": "_hooks _torch engine errors plugins record",
     "context": "_torch contract engine errors plugins record remember",
     "extending": "_hooks _torch engine errors plugins record recording",
     "api": "context contract extending extensions fields plugins record",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins record",
-    "cli": "__init__ _hooks context contract discovery engine errors extending plugins provided "
-    "testing",
+    "cli": "__init__ _hooks context contract discovery engine errors extending plugins testing",
 }
 
 

@@ -141,6 +141,34 @@ def test_empty_batches_after_a_step_of_a_scaler(make: Any) -> None:
     assert difference(*found) < 1e-12
 
 
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1)])
+def test_a_scaler_that_steps_by_hand_is_refused(make: Any, is_unscaled: bool) -> None:
+    """Nothing is spent; the loop may go on without it, or with ``private.step``."""
+    private, model, lossfunc = privately(sampling="shuffled", optimizer=make)
+    plain, other, _ = privately(sampling="shuffled", optimizer=make)
+    for number, (x, y) in enumerate(private.loader):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        if number == 1:
+            assert private.step(lossfunc(model(x), y), scaler=scaler)
+            continue
+        with private.recording(scaler.get_scale()):
+            scaler.scale(lossfunc(model(x), y)).backward()
+        if is_unscaled:
+            scaler.unscale_(private.optimizer)
+        with pytest.raises(UsageError, match=r"private\.step\(loss, scaler=scaler\)"):
+            scaler.step(private.optimizer)
+        assert private.steps == number
+        private.optimizer.step()
+    for x, y in plain.loader:
+        plain.step(plain.lossfunc(other(x), y))
+    assert difference(model, other) < 1e-12
+    private.close()
+    fresh = make(model.parameters())  # now scalers treat both alike
+    names = [vars(each).get("_step_supports_amp_scaling") for each in (fresh, private.optimizer)]
+    assert names[0] == names[1]
+
+
 def test_a_block_in_another_leaves_nothing_to_the_next() -> None:
     private, model, lossfunc = privately(sampling="shuffled")
     plain, other, _ = privately(sampling="shuffled")

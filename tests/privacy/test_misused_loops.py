@@ -56,6 +56,12 @@ from tests.privacy.loops import (
 )
 from tests.privacy.problems import perceptron, privately
 
+
+def hooked(loop: Loop, x: Tensor, y: Tensor) -> None:
+    next(loop.model.parameters()).register_hook(lambda gradient: 0 * gradient)
+    loop.private.step(loop.loss(x, y))
+
+
 DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "the old loader": (
         lambda: Loop().private.step(torch.zeros((), requires_grad=True)),
@@ -151,6 +157,10 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         "a part of the batch raised",
     ),
     "two loops at once": (lambda: Loop(sampling="shuffled").each(begins_another), "one loop after"),
+    "a hook on a gradient": (
+        lambda: Loop().each(hooked),
+        "parametrize",
+    ),
     "half of the batch": (
         lambda: Loop().each(stepping(lambda loop, x, y: loop.loss(x[1:], y[1:]))),
         "samples were drawn",

@@ -52,6 +52,13 @@ def partly(trained: str, stepped: str) -> Any:
     return private(model, optimizer=torch.optim.SGD(chosen, lr=0.1))
 
 
+def hooked(register: str) -> Any:
+    """A mask on a gradient, or an optimizer in the backward pass: neither would run."""
+    model = perceptron()
+    getattr(model[0].weight, register)(lambda tensor: None)
+    return private(model)
+
+
 def several() -> Any:
     model = perceptron()
     private(model, clipping=(clipping := Clipping(1.0)), max_norm=None)
@@ -90,6 +97,11 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing trained": (
         lambda: private(frozen(), optimizer=torch.optim.SGD(perceptron().parameters(), lr=0.1)),
         "requires_grad_",
+    ),
+    "a hook on a gradient": (lambda: hooked("register_hook"), "has a hook on its gradient"),
+    "a hook after a gradient": (
+        lambda: hooked("register_post_accumulate_grad_hook"),
+        "has a hook on its gradient",
     ),
     "changed after the optimizer": (grown, "make the optimizer again"),
     "trained, not stepped on": (lambda: partly("", "0"), "does not step on it"),

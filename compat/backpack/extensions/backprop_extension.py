@@ -16,7 +16,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack_core import Extension, LayerRule, LossRule, Propagator, View
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.plugins.loading import has_rule
 from backpack_products import FirstOrderExtension, SecondOrderExtension

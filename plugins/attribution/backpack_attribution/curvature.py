@@ -68,7 +68,9 @@ class Influence(InnerProduct):
             weight_sharing: How positions enter Kronecker factors, as in
                 :class:`~backpack_core.extensions.KFAC`.
             curvature_loader: Data for the curvature; default: the training data. Often fewer
-                samples are enough.
+                samples are enough. Scores keep their scale: ``W`` is that of the training data,
+                which takes one more forward pass over these, and the curvature of a sum is
+                multiplied by the ratio of the numbers of samples.
             queries_at_once: See :class:`InnerProduct`.
 
         Raises:
@@ -86,7 +88,7 @@ class Influence(InnerProduct):
         self._loader = curvature_loader
         self._blocks: dict[str, KroneckerEigenbasis] = {}
         self._dampings: dict[str, float] = {}
-        self._divisor = 1.0
+        self._divisor = self._scale = 1.0
 
     @property
     def name(self) -> str:
@@ -123,8 +125,23 @@ class Influence(InnerProduct):
         )
         field = found.field(self._extension().savefield)
         basis: Any = BlockDiagonal(field).eigenbasis()
-        self._blocks, self._divisor = dict(basis), found.normaliser or 1.0
+        self._blocks, self._divisor, self._scale = dict(basis), found.normaliser or 1.0, 1.0
+        if self._loader is not None:
+            self._weigh(run, is_mean=found.normaliser is not None)
         self._dampings = {name: self._damping_of(name) for name in self._blocks}
+
+    def _weigh(self, run: Run, is_mean: bool) -> None:
+        """Scale the curvature of other data like that of the training data."""
+        batches = run.batches(run.train_loader, f"{self.name}: weights of training samples")
+        if is_mean:
+            self._divisor = run.total(map(run.problem.weight, batches))
+            return
+        assert self._loader is not None
+        self._scale = run.total(map(run.samples, batches)) / run.total(
+            map(run.samples, self._loader)
+        )
+        for name, block in self._blocks.items():
+            self._blocks[name] = block.with_values(self._scale * block.values)
 
     def _extension(self) -> Any:
         options: dict[str, Any] = {
@@ -180,7 +197,7 @@ class Influence(InnerProduct):
             with sdpa_kernel(SDPBackend.MATH):  # other kernels can be differentiated only once
                 products = matrix @ [*vectors.values()]
             return {
-                name: product + self._dampings[name] * vectors[name]
+                name: self._scale * product + self._dampings[name] * vectors[name]
                 for name, product in zip(vectors, products, strict=True)
             }
 

@@ -133,7 +133,7 @@ def _parts(problem: Problem, projection: Projection | None) -> dict[str, Tensor]
 def _require_fit(store: GradientStore, parts: dict[str, Tensor]) -> None:
     """Refuse a store of another model, even if all batches are stored and none is computed."""
     own, asked = store.shapes, {name: value.shape[1:] for name, value in parts.items()}
-    for name in {**own, **asked} if own else ():
+    for name in {**own, **asked} if own and not store.is_empty else ():
         if own.get(name) != asked.get(name):
             has, needs = (
                 "no such part" if s is None else [*s] for s in (own.get(name), asked.get(name))

@@ -189,9 +189,20 @@ def bytes_of(tensor: Tensor) -> bytes:
     return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
-def plain(identity: Any) -> Any:
-    """An identity as Python has it: a number of NumPy or of torch becomes an ``int``."""
-    return identity.item() if hasattr(identity, "item") else identity
+def plain(identity: Any) -> Identity:
+    """An identity as Python has it: a number of NumPy or of torch becomes an ``int``.
+
+    Raises:
+        UsageError: It is neither a text nor an integer, such as an entry of a mask.
+    """
+    found: Any = identity.item() if hasattr(identity, "item") else identity
+    if type(found) not in (str, int):
+        raise UsageError(
+            f"An identity must be a text or an integer. Got {found!r:.80} of type "
+            f"{type(found).__name__}: convert it with str(...). To pick rows by their place, or by "
+            "a mask, write [names[n] for n in places] with names = store.identities."
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def listed(identities: Any) -> list[Identity]:
@@ -212,12 +223,6 @@ def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
             f"Identities must be a list, one for each sample. Got the text {identities!r:.40}."
         )
     found = [*map(plain, identities)]
-    strange = [value for value in found if type(value) not in (str, int)]
-    if strange:
-        raise UsageError(
-            f"An identity must be a text or an integer. Got {strange[0]!r:.80} of type "
-            f"{type(strange[0]).__name__}: convert it with str(...)."
-        )
     if len(found) != samples:
         raise UsageError(
             f"Got {len(found)} identities for {samples} samples: give one for each sample."

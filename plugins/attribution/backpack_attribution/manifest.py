@@ -173,24 +173,29 @@ class Manifest:
                 "from, or fill another folder."
             )
 
-    def with_origin(self, folder: Path, rows: Projected[Any], per: str, loss: str) -> Manifest:
+    def with_origin(
+        self, folder: Path, rows: Projected[Any], per: str, loss: str, is_empty: bool
+    ) -> Manifest:
         """The manifest with the origin of the first rows, and so of all later ones.
+
+        Args:
+            folder: Where the store is.
+            rows: Empty rows with their origin.
+            per: Whether a row is a sample or a token.
+            loss: The settings of the loss.
+            is_empty: Whether no row is stored. Then what an earlier run has said about the rows
+                that it was going to store does not count.
 
         Raises:
             UsageError: The stored rows have another origin or projection, or are of the other kind.
         """
         known = self if self.plugins and self.shapes else Manifest.read(folder) or self
-        known.compare(folder, rows, "those of this process")
-        if known.per not in ("", per):
-            raise UsageError(
-                f"A row of {folder} is a {known.per}, but a row for each {per} was asked for. Give "
-                "another folder."
-            )
-        if known.shapes and known.loss and loss and known.loss != loss:
-            raise UsageError(
-                f"A store is of one loss: the rows of {folder} are gradients of {known.loss}, but "
-                f"this loss is {loss}. Give another folder."
-            )
+        try:
+            known._require_origin(folder, rows, per, loss)
+        except UsageError:
+            if not is_empty:
+                raise
+            known = Manifest(self.dtype, self.rank, self.about, {})
         if known.shapes:
             weights, loss = known.weights, known.loss
         else:
@@ -204,15 +209,33 @@ class Manifest:
         known.write(folder)
         return known
 
-    def with_shapes(self, folder: Path, shapes: dict[str, list[int]]) -> Manifest:
+    def _require_origin(self, folder: Path, rows: Projected[Any], per: str, loss: str) -> None:
+        self.compare(folder, rows, "those of this process")
+        if self.per not in ("", per):
+            raise UsageError(
+                f"A row of {folder} is a {self.per}, but a row for each {per} was asked for. Give "
+                "another folder."
+            )
+        if self.shapes and self.loss and loss and self.loss != loss:
+            raise UsageError(
+                f"A store is of one loss: the rows of {folder} are gradients of {self.loss}, but "
+                f"this loss is {loss}. Give another folder."
+            )
+
+    def with_shapes(self, folder: Path, shapes: dict[str, list[int]], is_empty: bool) -> Manifest:
         """The manifest with the shapes of the first rows, and so of all later ones.
+
+        Args:
+            folder: Where the store is.
+            shapes: The shape of each part for one sample.
+            is_empty: See :meth:`with_origin`.
 
         Raises:
             ShapeError: The store has other shapes already.
         """
         # Another process may have written them meanwhile.
         known = self if self.shapes else Manifest.read(folder) or self
-        if not known.shapes:
+        if not known.shapes or (is_empty and shapes != known.shapes):
             known = replace(known, shapes=shapes)
             known.write(folder)
         wanted = known.shapes
@@ -223,6 +246,21 @@ class Manifest:
                 f"{wanted.get(name, 'of nothing')}, but {shapes.get(name, 'nothing')} was appended."
             )
         return known
+
+    def require_unchanged(self, folder: Path) -> None:
+        """Refuse to write rows where another process has meanwhile begun to store other ones.
+
+        Raises:
+            UsageError: The folder now says something else about its rows.
+        """
+        own, found = asdict(self), asdict(Manifest.read(folder) or self)
+        other = next((k for k in own if own[k] and found[k] and own[k] != found[k]), None)
+        if other is not None:
+            raise UsageError(
+                f"Another process has begun to store rows in {folder} that do not belong to those "
+                f"of this process: their {other} differ. Nothing more was written. Give another "
+                "folder."
+            )
 
 
 def _name_of(dtype: torch.dtype) -> str:

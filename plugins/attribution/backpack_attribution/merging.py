@@ -39,12 +39,12 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
     if not sources or any(each != settings[0] for each in settings):
         raise UsageError(
             "Stores can be merged if their settings, parts and shapes are the same. Got "
-            f"{[*map(str, sources)] or 'none'}."
+            f"{[str(s.folder) for s in sources] or 'none'}."
         )
     if len({manifest.weights for manifest in manifests} - {""}) > 1:
         raise UsageError(
             "The rows of these stores were computed at different weights of the model, and are not "
-            f"compared. Got {[*map(str, sources)]}."
+            f"compared. Got {[str(s.folder) for s in sources]}."
         )
     checked([name for source in sources for name in source.identities], sum(map(len, sources)))
     if target.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, TypeAlias
 
 import torch
@@ -144,9 +145,30 @@ class Problem:
         """The sum of the samples' own losses, with its graph."""
         output, targets = self.forward(self.model, batch)
         loss = self._summed(output, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(
+                "A loss must be a tensor of one number that depends on trained parameters: add it "
+                "up, loss.sum(), and remove .detach(), .item() and torch.no_grad(). Got "
+                f"{loss!r:.80}."
+            )
         if not self._is_known_sum:
             self._check_sum(loss.detach(), output, targets)
         return loss
+
+    @torch.no_grad()
+    def weight(self, batch: Any) -> float:
+        """What a mean over a batch divides by; zero if no target counts."""
+        output, targets = self.forward(self.model, batch)
+        others = (
+            [torch.zeros_like(output), torch.ones_like(output)]
+            if isinstance(output, Tensor)
+            else []
+        )
+        for guess in (output, *others):  # the loss may be zero, but not of all three
+            mean, total = float(self.lossfunc(guess, targets)), float(self._summed(guess, targets))
+            if mean and isfinite(mean):
+                return total / mean
+        return 0.0
 
     def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
         """Pass the gradients of a batch to a function, one parameter at a time.

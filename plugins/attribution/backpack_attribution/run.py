@@ -157,6 +157,10 @@ class Run:
             distributed.all_reduce(value, group=self.process_group)
         return value
 
+    def total(self, numbers: Iterable[float]) -> float:
+        """The sum of the numbers of all batches, over processes."""
+        return float(self.summed(torch.tensor(sum(numbers), dtype=torch.float64, device="cpu")))
+
     @property
     def is_first(self) -> bool:
         """Whether this is the process that shows bars."""

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from backpack_attribution.disk import write
-from backpack_attribution.identities import Identity, checked, place_of
+from backpack_attribution.identities import Identity, checked, listed, place_of
 from backpack_core.errors import ShapeError, UsageError
 
 if TYPE_CHECKING:
@@ -184,6 +184,7 @@ def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> lis
     if wanted is None:
         return [*range(len(known))]
     places = {name: place for place, name in enumerate(known)}
+    wanted = listed(wanted)
     missing = [name for name in wanted if name not in places]
     if missing:
         raise UsageError(

@@ -43,6 +43,10 @@ class Waiting:
         self._blocks: list[Block] = []
         self._names: set[Identity] = set()
 
+    def __len__(self) -> int:
+        """How many samples wait."""
+        return len(self._names)
+
     def __contains__(self, identity: object) -> bool:
         """Whether a sample waits."""
         return identity in self._names

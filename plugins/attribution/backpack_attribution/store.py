@@ -110,6 +110,11 @@ class GradientStore:
         """Number of stored samples; those that wait for their shard do not count."""
         return len(self._shards)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is in the folder, of no process, and none waits here for its shard."""
+        return not (self._waiting or any(self.folder.glob("*.safetensors")))
+
     def __contains__(self, identity: object) -> bool:
         """Whether a sample is stored, or waits for its shard."""
         return identity in self._shards or identity in self._waiting
@@ -150,7 +155,8 @@ class GradientStore:
             UsageError: The plugins differ, or rows of the other kind are stored.
         """
         origin = Projected[Value]({}, plugins, shown(projection), weights)
-        self._manifest = self._manifest.with_origin(self.folder, origin, per, loss)
+        place = self.folder, origin, per, loss
+        self._manifest = self._manifest.with_origin(*place, self.is_empty)
 
     def append(self, identities: Sequence[Identity], gradients: Mapping[str, Value]) -> None:
         """Add samples.
@@ -194,6 +200,7 @@ class GradientStore:
         """Write the samples that wait as one shard; they are safe afterwards."""
         block = self._waiting.joined()
         if block is not None:
+            self._manifest.require_unchanged(self.folder)
             self._shards.write(block, self._manifest.shapes, self._process)
             self._waiting = Waiting()
 
@@ -314,6 +321,8 @@ class GradientStore:
             ShapeError: The queries have other parts or shapes.
         """
         self._manifest.compare(self.folder, queries)
+        if not self.shapes:
+            raise UsageError(f"{self.folder} has no rows yet, to compare with queries: fill it.")
         return forms.count_of(queries, self.shapes)
 
     def index(self) -> dict[str, list[Any]]:
@@ -341,7 +350,7 @@ class GradientStore:
         if set(lengths.values()) != {samples}:
             raise ShapeError(f"All parts need the samples on axis 0. Got lengths {lengths}.")
         shapes = {name: [*value.shape[1:]] for name, value in gradients.items()}
-        self._manifest = self._manifest.with_shapes(self.folder, shapes)
+        self._manifest = self._manifest.with_shapes(self.folder, shapes, self.is_empty)
 
 
 def _rank() -> int:

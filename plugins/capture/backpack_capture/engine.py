@@ -90,6 +90,13 @@ def run_engine(
         raise UsageError(
             f"A captured step returns its loss, or a tuple that begins with it. Got {loss!r}."
         )
+    if loss.numel() != 1 or not loss.requires_grad:
+        found = f"shape {[*loss.shape]}" if loss.numel() != 1 else "no graph"
+        raise UsageError(
+            "A captured step calls backward() on the loss that it returns, alone or first in a "
+            f"tuple, but that has {found}. Return a single number, loss.sum() or loss.mean(), "
+            "without .detach(), and call the step outside of torch.no_grad()."
+        )
     with asked.block(observer):
         context = current(threading.get_ident())
         if context is not None:

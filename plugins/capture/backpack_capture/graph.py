@@ -25,8 +25,8 @@ from backpack_capture.nested import HoldsCode
 from backpack_capture.program import Program
 from backpack_capture.results import GradientsApart, Results
 from backpack_capture.watch import Watch
-from backpack_core.engine.fields import stored_by_others
-from backpack_core.record.owner import owners_of
+from backpack_core.engine.sink import stored_by_others
+from backpack_core.record.models import owners_of
 from backpack_products.recycled import drop
 from backpack_products.values import rounding_unit
 
@@ -97,13 +97,17 @@ class Graph:
         self._places = [i for i, n in enumerate(program.given) if n in roots]
         self._written = [t for n, t in program.known.items() if n in roots]
         self._is_random = program.is_random
-        self.replays = self.compared = self.reruns = self.in_a_row = 0
+        self.replays = self.compared = self.reruns = self.in_a_row = self._held = 0
+        self._compared_with = set[int]()  # how many gradients there were
 
     @property
     def is_compared(self) -> bool:
-        """Whether this replay is compared: the 1st, 2nd, 4th, 8th, … of the code that runs now."""
+        """Whether this replay is compared: the 1st, 2nd, 4th, 8th, … of the code that runs now.
+
+        So is the first one that finds other gradients than those before, which the step may clear.
+        """
         count = self.replays - self._since
-        return count & (count - 1) == 0
+        return count & (count - 1) == 0 or self._held not in self._compared_with
 
     @property
     def is_compiled(self) -> bool:
@@ -162,11 +166,14 @@ class Graph:
         self._run, self._since, self._recorded_time = self.code.run, self.replays, 0.0
 
     def takes_gradients(self) -> bool:
-        """Whether gradients can be added to the existing ones."""
+        """Whether gradients can be added to the existing ones, which are counted."""
+        self._held = 0
         for parameter, _ in self.results.gradients:
             grad = parameter.grad
-            if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
-                return False
+            if grad is not None:
+                self._held += 1
+                if grad.requires_grad or grad.layout is not torch.strided:
+                    return False
         return True
 
     def snapshot(self, given: Sequence[Tensor]) -> Snapshot:
@@ -206,6 +213,7 @@ class Graph:
         kwargs: Any,
     ) -> tuple[Outcome, str]:
         """Run the engine and keep its results; also return a difference, or an empty text."""
+        self._compared_with.add(self._held)
         with GradientsApart(self._parameters) as apart:
             outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
             if apart.fault:

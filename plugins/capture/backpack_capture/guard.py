@@ -31,8 +31,8 @@ from backpack_capture.watch import (
     names_of,
 )
 from backpack_core.plugins.registry import registry
-from backpack_core.plugins.sameness import Watched, attributes_behind
 from backpack_core.record.switch import is_disabled
+from backpack_products.sameness import Watched, attributes_behind
 from backpack_products.tuning import memory_budget
 from backpack_products.values import look_of
 

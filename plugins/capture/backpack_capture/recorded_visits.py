@@ -40,12 +40,11 @@ from backpack_capture.visited import (
     finished,
     noted_at_visit,
     turn_of,
-    visit,
     world,
 )
-from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import Site, Stored
+from backpack_operations.observer import Driver
 from backpack_operations.structure import Structure
 from backpack_products.recycled import drop
 
@@ -187,7 +186,7 @@ class Recording(Driver):
         self._alike.append(alike(site.call))  # before it is released
         drop()  # memory that only this pass could write to
         with seen_by(recorder), recorder:
-            visit(run, site, grads, others)
+            self.visit(run, site, grads, others)
             self._note(noted_at_visit(run))
         self._order.append(self._places.index((site.call, site.index)))
         recorder.site, recorder.visits = None, recorder.visits + 1

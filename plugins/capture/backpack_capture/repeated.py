@@ -23,13 +23,12 @@ from backpack_capture.visited import (
     Visit,
     finished,
     noted_at_visit,
-    visit,
 )
-from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.losses import changed_gradient
+from backpack_core.engine.location import changed_gradient
 from backpack_core.errors import InternalError, OverwrittenInputError, PluginCodeError
 from backpack_core.record.call import Site
+from backpack_operations.observer import Driver
 from backpack_operations.structure import Structure
 
 
@@ -142,11 +141,11 @@ class Compared(Repeated):
         """Run both; the engine draws the same random numbers."""
         places = self._order
         if (site.call, site.index) not in places:
-            visit(run, site, grads, others)
+            self.visit(run, site, grads, others)
             return
         with self._drawing_twice() as ours:
             ours += self.results(site, grads[site.edge.output_nr])
-        visit(run, site, grads, others)
+        self.visit(run, site, grads, others)
         rule = type(site.call.rule).__module__
         self._compare(run, ours, noted_at_visit(run), (site.call.path, f"{rule}, or "))
 

@@ -66,8 +66,11 @@ class Results:
 
     def offer(self) -> None:
         """Offer the memory of the present results to those that replace them."""
+        owners: dict[str, list[dict[str, Any]]] = {}
         for parameter, field in self._stored:
-            offer(parameter.__dict__, field)
+            owners.setdefault(field, []).append(parameter.__dict__)
+        for field, tables in owners.items():
+            offer(tables, (field,))
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store the same results with other tensors, and return what the step returned."""
@@ -110,6 +113,15 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
         _add(parameter, gradient)
 
 
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _is_same(gradient: Tensor | None, given: tuple[Tensor | None, int]) -> bool:
+    """Whether a gradient was neither replaced nor changed in place."""
+    return gradient is given[0] and _version(gradient) == given[1]
+
+
 class GradientsApart:
     """A block that begins without gradients, and in which they run no hooks.
 
@@ -123,6 +135,7 @@ class GradientsApart:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._before: list[Tensor | None] = []
+        self._given = list[tuple[Tensor | None, int]]()
         self._put_back = list[Callable[[], None]]()
         self.order = list[Tensor]()
         self.fault = ""
@@ -130,7 +143,7 @@ class GradientsApart:
     def begin(self) -> None:
         """Put gradients aside, after the forward pass, which may read them."""
         self._before = [p.grad for p in self._parameters]
-        if any(new is not old for new, old in zip(self._before, self._given, strict=True)):
+        if not all(map(_is_same, self._before, self._given)):
             self.fault = (
                 "it sets or clears .grad, as zero_grad() does, which is not an operation of a "
                 "graph: do that before the step"
@@ -144,7 +157,7 @@ class GradientsApart:
 
     def __enter__(self) -> GradientsApart:
         """Restore the earlier gradients."""
-        self._given = [p.grad for p in self._parameters]
+        self._given = [(p.grad, _version(p.grad)) for p in self._parameters]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -254,14 +254,6 @@ def are_saved(late: list[Slot], nodes: list[Node], site: Site | None = None) -> 
     return True
 
 
-def visit(run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
-    """Let the engine visit an output."""
-    if run.is_alone:
-        run.visit(site, grads[site.edge.output_nr], others)
-    else:
-        run.between.reach(run, site, grads, others)
-
-
 def are_alike(table: dict[str, Any], attributes: dict[str, Any]) -> bool:
     """Whether attributes of a module are what they were."""
     try:

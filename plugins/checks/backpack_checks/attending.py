@@ -8,8 +8,8 @@ from typing import Any
 from backpack_checks.dyed import Question
 from backpack_checks.sums import SumCheck
 from backpack_checks.trust import Measurement, Trust, trust_in
+from backpack_core.engine.active import Group
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.groups import Group
 from backpack_operations.observer import PlanObserver
 
 

@@ -27,11 +27,10 @@ from backpack_checks.dyed import (
     largest,
 )
 from backpack_core._torch import Node
-from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, LossRule
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.graph.nodes import described, is_leaf
+from backpack_core.graph import described, is_leaf
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.view import View
 from backpack_operations import nodes
@@ -228,6 +227,8 @@ class DyePropagator(Propagator):
         for position, (child, output_nr) in enumerate(node.next_functions):
             if child is None or not all(nodes.keeps_rows(node, nr, position) for nr in quantities):
                 continue
+            if (child, output_nr) in self._survey.alignment.owned:
+                continue  # its rows are in no order: they are compared with what is known of them
             length = nodes.shape_of(child, output_nr)[:1].numel()
             positions, rest = divmod(length, size) if size else (0, 0)
             if positions and not rest:

@@ -193,10 +193,16 @@ class Weights:
 class Judge:
     """Compares columns with each other, and with autograd's gradient, to answer a question."""
 
-    def __init__(self, weights: Weights, question: Question) -> None:
-        """Begin; the same guess must be right at every comparison."""
+    def __init__(self, weights: Weights, question: Question, is_told: bool = False) -> None:
+        """Begin; the same guess must be right at every comparison.
+
+        Args:
+            weights: The weights of samples.
+            question: What is asked.
+            is_told: Whether an index says which rows are one sample.
+        """
         self.weights = weights
-        self.question = question
+        self.question, self._is_told = question, is_told
         self._right = {*range(weights.guesses)}
 
     def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: Positions) -> bool:
@@ -243,6 +249,8 @@ class Judge:
             errors = ((n, (g / weights).sub_(plain).abs()) for n, g in enumerate(guesses))
             self._right &= {n for n, error in errors if not bool((error > bounds).any())}
             if not self._right:
+                if self._is_told:
+                    raise _told_otherwise(where, arrived)
                 raise _mixed(where, arrived, is_part=len(plain) < len(self.weights))
         return bool(size)
 
@@ -300,6 +308,17 @@ def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
         )
     return SampleMixingError(
         f"{_between(where, arrived)}, samples of the batch influence each other, {cause}"
+    )
+
+
+def _told_otherwise(where: str, arrived: Dye) -> SampleMixingError:
+    """The same, if an index says which rows are one sample: it is probably wrong."""
+    return SampleMixingError(
+        f"{_between(where, arrived)}, rows influence each other that belong to different samples, "
+        "as samples=... of backpack(...) says (users= in private training), or a sum in the model. "
+        "First look whether the index names the sample of each row that the model receives, in "
+        "their order, and whether the model puts rows of one sample together. If so, an operation "
+        "over axis 0 mixes samples: take it over other axes."
     )
 
 

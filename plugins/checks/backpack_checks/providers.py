@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, canonical, qualified_name
+from backpack_core.discovery import Plugin, canonical, declared_by, our_plugins, qualified_name
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
-from backpack_core.provided import declared_by, known
 
 
 class Provider(NamedTuple):
@@ -86,7 +85,7 @@ def _providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pr
             plugin = by_value.get(declared[name], first)
             yield Provider(plugin.distribution, name, plugin)
     installed = {canonical(plugin.distribution) for plugin in plugins}
-    for distribution, provided in known().items():
+    for distribution, provided in our_plugins().items():
         if distribution not in installed:
             yield from (Provider(distribution, name) for name in _among(provided, names))
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from backpack_checks._torch import hook_leaf_first
 from backpack_checks.trust import Trust
 from backpack_core._torch import graph_task_id
-from backpack_core.contract.loss import Normaliser
-from backpack_core.engine.groups import Group
+from backpack_core.contract.rules import Normaliser
+from backpack_core.engine.active import Group
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
 from backpack_operations._torch import metadata_of
 from backpack_operations.order import behind
 from backpack_operations.refusals import named

@@ -13,10 +13,9 @@ from typing import Final
 
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
-from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, is_leaf
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import owner_of
+from backpack_core.record.models import owner_of
 from backpack_operations import nodes
 from backpack_operations.paths import reached_past_losses
 from backpack_operations.plan import plans
@@ -72,7 +71,7 @@ class Measurement:
         # Extended losses tell where samples are, so that one guess suffices; functions do not.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
-        self.dye = DyePropagator(Judge(weights, question), survey)
+        self.dye = DyePropagator(Judge(weights, question, survey.is_told), survey)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # stays so if the pass fails
@@ -138,6 +137,8 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         kinds = type(call.module), *map(type, stored.tensors.values())
         modes = call.run.modes if isinstance(call.run, ModelRun) else ()
         calls.append((call.path, index, call.training, kinds, modes, *axes))
-    between = survey.between if isinstance(survey, GraphSurvey) else ()
-    settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in between]
-    return (*calls, *settings)
+    if not isinstance(survey, GraphSurvey):
+        return (*calls,)
+    settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.between]
+    # An index that the user gives may contradict the order of rows in one pass, but not in others.
+    return (*calls, *settings, len(survey.alignment.owned))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.rules import Normaliser
 from backpack_core.errors import UsageError
 from backpack_firstorder import contractions
 from backpack_firstorder.own_loss import (

@@ -6,7 +6,7 @@ from typing import Final
 
 from torch.nn import Module
 
-from backpack_core.record.owner import PATH_ATTRIBUTE, owner_of
+from backpack_core.record.models import PATH_ATTRIBUTE, owner_of
 from backpack_products import SampleProduct
 from backpack_products.substitutes import SUBSTITUTES
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.rules import Normaliser
 from backpack_core.errors import UsageError
 from backpack_products.merging import OverBatches
 from backpack_products.values import is_symbolic

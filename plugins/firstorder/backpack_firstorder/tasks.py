@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension, FailMode
-from backpack_core.contract.loss import LossRule, Normaliser
+from backpack_core.contract.rules import LossRule, Normaliser
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.record.view import View
 from backpack_firstorder.single import in_single

@@ -41,7 +41,7 @@ class Skipped(WithoutGradients):
 
     def instead(self, run: BackwardPass) -> bool:
         """Visit every call without autograd, if that is possible; returns whether it was."""
-        if run.driven is not None:
+        if run.traversal is None:
             if self._at_losses is not None:
                 drive_all(run, self._at_losses)
             return self._at_losses is not None

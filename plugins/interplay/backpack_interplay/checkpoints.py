@@ -25,7 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from backpack_core import _torch
 from backpack_core._torch import Node, peek_transform, saving_hooks
-from backpack_core.record.owner import model_runs
+from backpack_core.record.models import NO_RUN, still_running
 
 _unpacking = threading.local()
 
@@ -306,9 +306,10 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
         frame = None if hook is None else hook.frame
         if hook is not None and hook.task is not None:
             return hasattr(frame, _INNER)
-        if model_runs() and frame is not None:
+        is_inside = any(run is not NO_RUN for _, run in still_running())
+        if is_inside and frame is not None:
             setattr(frame, _INNER, True)
-        return model_runs()
+        return is_inside
 
 
 def unpack(saved: SavedTensor) -> Tensor:

@@ -21,11 +21,10 @@ from backpack_checks.trust import Trust, known_of
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Options
+from backpack_core.engine.active import Group
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.groups import Group
 from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
-from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations.observer import PlanObserver
 from backpack_operations.order import behind

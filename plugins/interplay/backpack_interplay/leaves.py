@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Edge, edge_of
 from backpack_operations import bridge, nodes
 from backpack_operations._torch import will_get_gradient

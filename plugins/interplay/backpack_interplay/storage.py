@@ -12,11 +12,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node, parametrizations_of
 from backpack_core.errors import BridgeError
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
 from backpack_core.record.call import NOTHING, Stored
 from backpack_core.record.execution import Execution
-from backpack_core.record.owner import owners_of
-from backpack_core.record.run import Run
+from backpack_core.record.models import Run, owners_of
 from backpack_core.record.state import nested, tensors_of
 from backpack_core.record.storage import OwnedTensors, Storage, UnpackedTensors
 from backpack_core.record.view import View

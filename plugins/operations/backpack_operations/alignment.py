@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns

@@ -157,7 +157,8 @@ class Walk:
             if link.result.operation in nodes.INDEXED:
                 this.positions = count  # else a pick of one row each, in any order, would be missed
             return bool(this.positions)
-        if result.positions and not result.is_call and link.keeps_rows:
+        is_contradicted = result.positions and not result.is_call and link.keeps_rows
+        if is_contradicted and not self._survey.is_told:
             return False  # contradicts the result, whose rows are in order: the dye decides
         this.owned = owners == samples[:, None]
         return True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import is_leaf, refuse
+from backpack_core.graph import is_leaf, refuse
 from backpack_operations import bridge, nodes
 from backpack_operations.operands import FactoredColumns, by_root, operand_product
 from backpack_operations.runs import run_behind

@@ -16,8 +16,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.record.call import Call
-from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
-from backpack_core.record.run import NO_RUN
+from backpack_core.record.models import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 from backpack_operations import nodes
 from backpack_operations.of_weights import Origins
 from backpack_operations.received import ModelRun, rows_of

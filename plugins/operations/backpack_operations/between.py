@@ -5,7 +5,7 @@ Core asks one :class:`Operations` in each pass, in the order of the sections bel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from backpack_operations.crossings import Crossings
 from backpack_operations.inner_pass import pass_inside
 from backpack_operations.inside import read_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
+from backpack_operations.observer import Driver
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import note_owners
 from backpack_operations.paths import fault_in, nonlinear
@@ -48,7 +49,15 @@ Grads = Sequence[Tensor | None]
 
 
 class Operations(Between[GraphSurvey]):
-    """What lies between the calls of one pass: any operations."""
+    """What lies between the calls of one pass: any operations.
+
+    Attributes:
+        driver: Replaces the visits, if an observer has brought one.
+        driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
+    """
+
+    driver: Driver | None = None
+    driven: Collection[tuple[Call, int]] | None = None
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -111,14 +120,16 @@ class Operations(Between[GraphSurvey]):
 
     def planning(self, roots: Sequence[Edge]) -> Planning:
         """Plans of earlier passes over graphs of the same structure."""
-        return Planning(self.context, self.survey, roots)
+        return Planning(self, roots)
 
     latest_plan, forget = staticmethod(plans.latest), staticmethod(plans.forget)
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def traversal(self, schedule: Any, sink: Any, kept: CallCaches) -> StraightTraversal:
+    def traversal(self, schedule: Any, sink: Any, kept: CallCaches) -> StraightTraversal | None:
         """The visits, which send columns in chunks if they do not fit into memory."""
+        if self.driven is not None:
+            return None
         is_straight = self.survey.is_straight and not any(g.has_overrides for g in schedule.groups)
         kind = StraightTraversal if is_straight else GraphTraversal
         schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
@@ -171,14 +182,29 @@ class Operations(Between[GraphSurvey]):
         leaves.update(node for node, _ in survey.leaves)
         viewed.update(node for node, _ in survey.viewed)
 
-    def is_watched(self, site: Site) -> bool:
-        """Whether a call needs a visit although nothing is read there."""
+    def is_visited(self, site: Site) -> bool:
+        """Whether a call needs a visit if extensions only read."""
+        if self.driven is not None:
+            return site[:2] in self.driven
         survey = self.survey
-        if survey.leaves or survey.viewed or survey.alignment.apart:
+        if survey.trained[site.call] or survey.leaves or survey.viewed or survey.alignment.apart:
             return True
         return not (survey.is_straight or survey.alignment.positions_of(site))
 
     def reach(
+        self,
+        run: BackwardPass,
+        site: Site,
+        grads: Grads,
+        changed_by: Sequence[Any] | None,
+    ) -> None:
+        """Visit the call, or let the driver do so."""
+        if self.driver is None or site[:2] not in self.survey.sites:
+            self.visit(run, site, grads, changed_by)
+        else:
+            self.driver.reach(run, site, grads, changed_by)
+
+    def visit(
         self,
         run: BackwardPass,
         site: Site,
@@ -235,6 +261,8 @@ class Operations(Between[GraphSurvey]):
         if self.context.extension_hook is not None:
             for module in self._visited_modules:
                 self.context.extension_hook(module)
+        if self.driver is not None:
+            self.driver.end(run)
 
     def leave(self, schedule: Any, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Have a quantity wait at the node that it was sent to."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node
 from backpack_core.errors import BridgeError, OverwrittenInputError
-from backpack_core.graph.nodes import described, is_leaf, refuse
+from backpack_core.graph import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of, quiet_vmap, without_backward

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, has_memory, memory_of
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owner_of
-from backpack_core.record.run import Run
+from backpack_core.record.models import Run, owner_of
 from backpack_operations import nodes, sample_ids
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import of_data

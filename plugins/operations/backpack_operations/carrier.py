@@ -16,10 +16,10 @@ from torch.nn import Module
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.engine.groups import Group
-from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey
+from backpack_core.engine.active import Group
+from backpack_core.graph import Trained
 from backpack_core.record.view import View
+from backpack_operations.survey import GraphSurvey
 from backpack_products.overrides import override
 
 
@@ -81,7 +81,7 @@ def carrier_of(group: Group, module: Module) -> Carrier | None:
 
 
 def values_of(
-    carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
+    carrier: Carrier, survey: GraphSurvey, view: View, trained: Sequence[Trained], quantity: Any
 ) -> Iterator[ParameterResult]:
     """The results of a carrier that gives values instead of readings.
 

@@ -16,7 +16,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
 from backpack_core.engine.schedule import add
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations._torch import will_get_to

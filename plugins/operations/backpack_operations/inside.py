@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack_core._torch import Node, current_node, will_execute
 from backpack_core.engine.active import current
 from backpack_core.engine.location import place
-from backpack_core.graph.parameters import Trained
+from backpack_core.graph import Trained
 from backpack_core.record.view import View
 from backpack_operations.schedule import HookSchedule, when_reached
 

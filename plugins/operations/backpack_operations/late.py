@@ -6,7 +6,7 @@ from collections.abc import Set
 
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call
 

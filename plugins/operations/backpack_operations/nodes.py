@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_operations import _torch
 from backpack_operations._torch import metadata_of, node_type, operations
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.record.call import Call
-from backpack_core.record.owner import PATH_ATTRIBUTE
+from backpack_core.record.models import PATH_ATTRIBUTE
 from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits
 from backpack_products.values import kernels_of, look_of
 

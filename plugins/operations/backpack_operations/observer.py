@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
-from backpack_core.contract.observer import Driver, Observer
+from backpack_core.contract.observer import Grads, Observer
 from backpack_core.engine.backward import BackwardPass
 from backpack_operations.plan import Planned
 from backpack_operations.structure import Structure
+
+
+class Driver(ABC):
+    """Replaces the visits of a pass that goes by a plan.
+
+    Attributes:
+        outputs: The outputs of calls that it visits, in this order; others are ignored, and nothing
+            is surveyed. ``None`` if the engine visits calls, too.
+    """
+
+    outputs: Collection[tuple[Any, int]] | None = None
+
+    @staticmethod
+    def visit(run: Any, site: Any, grads: Grads, others: Any) -> None:
+        """Let the engine visit an output, as it would without a driver; see :meth:`reach`."""
+        if run.is_alone:
+            run.visit(site, grads[site.edge.output_nr], others)
+        else:
+            run.between.visit(run, site, grads, others)
+
+    @abstractmethod
+    def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
+        """Called when autograd reaches an output, instead of ``Operations.visit``.
+
+        Args:
+            run: The pass.
+            site: The output.
+            grads: The gradients with which autograd continues at its node.
+            others: Users' hooks on the tensor, if they changed its gradient.
+        """
+
+    @abstractmethod
+    def end(self, run: Any) -> None:
+        """Called when autograd is done.
+
+        Raises:
+            InternalError: An output that it must visit was not reached.
+        """
 
 
 class PlanObserver(Observer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Call, Edge
 from backpack_operations import nodes
 from backpack_operations.order import children_of

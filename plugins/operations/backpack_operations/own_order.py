@@ -20,9 +20,8 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.autocast import without_autocast
+from backpack_core.engine.active import Group
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.groups import Group
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import CallCaches, Site
 from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
@@ -63,9 +62,8 @@ def visit_all(
 
 def drive_all(run: BackwardPass, gradients: Mapping[NodeOutput, Tensor]) -> None:
     """The same as :func:`visit_all`, if the driver of the pass replaces all of its visits."""
-    assert run.driven is not None
     with _alone(run, gradients) as visit:
-        for key in run.driven:
+        for key in cast("Operations", run.between).driven or ():
             visit(run.survey.sites[key])
 
 
@@ -78,10 +76,11 @@ def _alone(
 
     def visit(site: Site) -> None:
         gradient = gradients.get(site.edge[:2])
-        if run.driver is None:
+        driver = cast("Operations", run.between).driver
+        if driver is None:
             run.visit(site, gradient, None)
         else:
-            run.driver.reach(run, site, [None] * site.edge.output_nr + [gradient], None)
+            driver.reach(run, site, [None] * site.edge.output_nr + [gradient], None)
 
     with torch.no_grad(), without_autocast():
         yield visit
@@ -115,7 +114,7 @@ class Chunks:
     def size(self, lane: int, device: str) -> int | None:
         """How many columns of a group may travel at once on a type of device; ``None`` for all."""
         group = self.groups[lane]
-        survey: Survey = self.between.survey
+        survey = self.between.survey
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
             return None

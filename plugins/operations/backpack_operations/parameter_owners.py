@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.record.owner import MODELS, OWNER_ATTRIBUTE, owners_of
+from backpack_core.record.models import MODELS, OWNER_ATTRIBUTE, owners_of
 from backpack_products.substitutes import SUBSTITUTES
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.record.call import Call, Edge
-from backpack_core.record.run import Run
+from backpack_core.record.models import Run
 from backpack_operations import faults, nodes, tensor_lists
 from backpack_operations.carried_ids import CarriedIds
 from backpack_operations.nodes import NodeOutput

@@ -17,15 +17,15 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
-from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey, Use
+from backpack_core.graph import Trained, Use
 from backpack_core.record.call import Call
-from backpack_core.record.owner import owner_of
+from backpack_core.record.models import owner_of
 from backpack_operations.noted import Unplanned
 from backpack_operations.structure import Structure
 
-if TYPE_CHECKING:  # that file imports this one
+if TYPE_CHECKING:  # these files import this one
     from backpack_operations.planned import PlannedFacts
+    from backpack_operations.survey import GraphSurvey
 
 MOST: Final = 100  # plans that are kept for one model; older ones are forgotten
 
@@ -75,7 +75,7 @@ class Plan:
 
     @classmethod
     def of(
-        cls, survey: Survey, structure: Structure, facts: PlannedFacts | None, travels: bool
+        cls, survey: GraphSurvey, structure: Structure, facts: PlannedFacts | None, travels: bool
     ) -> Plan:
         """Make the plan of a pass that was surveyed.
 
@@ -122,7 +122,7 @@ class Planned:
     batch_size: int
     kept: dict[type, Any] = field(default_factory=dict)
 
-    def fill(self, survey: Survey, structure: Structure) -> None:
+    def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill a survey with what a walk would find, except for what lies between calls."""
         trained, uses = survey.trained, survey.uses
         stored = [call.stored for call, _ in structure.sites]

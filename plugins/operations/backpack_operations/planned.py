@@ -15,10 +15,9 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
-from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.survey import Use
+from backpack_core.graph import Use, is_leaf
 from backpack_core.record.call import Site
-from backpack_core.record.owner import owner_of
+from backpack_core.record.models import owner_of
 from backpack_operations import faults, nodes
 from backpack_operations.bare import add_leaves
 from backpack_operations.noted import Unplanned

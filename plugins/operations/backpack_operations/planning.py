@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from backpack_core.engine import planning
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.fields import clear
+from backpack_core.engine.between import Planning as CorePlanning
+from backpack_core.engine.sink import clear
 from backpack_core.errors import InternalError
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
@@ -20,29 +21,30 @@ from backpack_operations.observer import of_plans
 from backpack_operations.plan import Plan, Planned, plans
 from backpack_operations.planned import PlannedFacts, fill
 from backpack_operations.structure import Structure
-from backpack_operations.survey import GraphSurvey
+
+if TYPE_CHECKING:
+    from backpack_operations.between import Operations  # which imports this file
 
 
-class Planning(planning.Planning):
+class Planning(CorePlanning):
     """The plan of one pass.
 
     Attributes:
         structure: The structure of its graph; ``None`` if no plan can be made of it.
     """
 
-    def __init__(self, context: Context, survey: GraphSurvey, roots: Sequence[Edge]) -> None:
+    def __init__(self, between: Operations, roots: Sequence[Edge]) -> None:
         """Recognise the graph.
 
         Args:
-            context: What was asked for.
-            survey: The survey of the pass, which is empty yet.
+            between: What lies between the calls of the pass, with a survey that is empty yet.
             roots: What ``backward()`` was called on; empty if that is not known.
         """
-        self._context, self._survey = context, survey
+        self._between, self._context, self._survey = between, between.context, between.survey
         self._plan: Plan | None = None  # to be kept
         self.structure: Structure | None = None
         try:
-            self.structure = _recognised(context, roots)
+            self.structure = _recognised(self._context, roots)
         except Unplanned as why:
             self._context.history[f"surveyed: {why}"] += 1
 
@@ -67,6 +69,7 @@ class Planning(planning.Planning):
     def take(self, run: BackwardPass) -> bool:
         """Go by the plan of earlier passes, if there is one and all observers agree to it."""
         known, structure, survey = self._known, self.structure, self._survey
+        between = self._between
         if known is None or structure is None:
             return False
         kept, observers = known.plan.kept, of_plans(run)
@@ -74,14 +77,15 @@ class Planning(planning.Planning):
             return False
         self._context.history["planned before"] += 1
         drivers = [observer.drive(run, known, structure) for observer in observers]
-        run.driver = next((driver for driver in drivers if driver is not None), None)
-        run.driven = None if run.driver is None else run.driver.outputs
+        driver = next((driver for driver in drivers if driver is not None), None)
+        between.driver = driver
+        between.driven = None if driver is None else driver.outputs
         survey.sites, survey.batch_size = structure.sites, known.batch_size
-        if run.driven is None or any(observer.needs_survey for observer in observers):
+        if between.driven is None or any(observer.needs_survey for observer in observers):
             known.fill(survey, structure)
             fill(survey, known.plan.facts, structure, run.context.propagators)
-        if run.driven is None:
-            run.between.attend(run)
+        if between.driven is None:
+            between.attend(run)
         calls = [call for call, _ in structure.sites if not call.rule.is_loss]
         clear(survey, calls, run.context, run.sink.new, known, structure.parameters)
         return True

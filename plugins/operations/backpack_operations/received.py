@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
-from backpack_core.record.run import Place, Run
+from backpack_core.record.models import Place, Run
 from backpack_operations._torch import modes
 from backpack_products.substitutes import note_substitutes
 

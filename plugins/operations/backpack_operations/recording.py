@@ -19,8 +19,8 @@ from backpack_core._torch import base_of, version_of
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, edge_of, site_at
 from backpack_core.record.execution import Execution, new_base
+from backpack_core.record.models import run_of_model
 from backpack_core.record.nested import in_order, iter_tensors, map_tensors, tensors_in
-from backpack_core.record.owner import run_of_model
 from backpack_core.record.state import Traits
 from backpack_core.recording import attach, make_call
 

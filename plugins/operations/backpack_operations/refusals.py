@@ -14,10 +14,9 @@ from backpack_core import _hooks, errors
 from backpack_core._torch import Node, class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.graph.nodes import described, name_of
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, described, name_of
 from backpack_core.plugins.registry import registry
-from backpack_core.record.owner import owners_of
+from backpack_core.record.models import owners_of
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.order import behind

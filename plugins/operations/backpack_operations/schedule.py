@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from backpack_core import _torch
 from backpack_core._torch import Node
-from backpack_core.engine.groups import Group
+from backpack_core.engine.active import Group
 from backpack_core.engine.schedule import Passes, Schedule, guarded
 from backpack_core.errors import InternalError
 from backpack_core.record.call import Call, Site

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.reading import Reading
-from backpack_core.engine.groups import Group
+from backpack_core.contract.propagator import Reading
+from backpack_core.engine.active import Group
 from backpack_core.engine.sink import Sink, Uses
 from backpack_core.errors import InternalError, UnsupportedError
-from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, Trained
 from backpack_core.record.guards import visible_memory
 from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to

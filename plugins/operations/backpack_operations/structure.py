@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from backpack_core._torch import LeafNode, Node
 from backpack_core.engine.active import Context
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
-from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
+from backpack_core.record.models import NO_RUN, NO_RUN_OF_RANKS, Run
 from backpack_operations import nodes
 from backpack_operations._torch import CopyNode
 from backpack_operations.noted import Noted, Unplanned, noted_of

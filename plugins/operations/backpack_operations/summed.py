@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph.parameters import Trained, complex_parameter
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey, Trained, complex_parameter
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
@@ -56,6 +55,8 @@ class GraphSurvey(Survey):
         told: The sample of each input row, by ``backpack(samples=...)`` or by sums in the model.
         alignment: Where the samples lie.
         tables: Nodes inside of calls that returned one tensor for all samples.
+        widest: Bytes that one column takes at the widest call.
+        outside: Parameters that are used outside of the calls of their own module, by ``id``.
         depth: The depth in the model's arguments at which each item is one sample; ``None`` if
             every argument has the samples on an axis.
         call_rows: The samples of calls that received only some of them, by the output's node.
@@ -93,6 +94,8 @@ class GraphSurvey(Survey):
     alignment: Alignment = field(default_factory=Alignment)
     bare: dict[int, Bare] = field(default_factory=dict)
     tables: set[Node] = field(default_factory=set)
+    widest: int = 0
+    outside: set[int] = field(default_factory=set)
     depth: int | None = None
     call_rows: dict[Node, Tensor] = field(default_factory=dict)
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)

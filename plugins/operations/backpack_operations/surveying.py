@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from backpack_core._torch import Node, has_memory
-from backpack_core.graph.nodes import described, is_leaf
+from backpack_core.graph import described, is_leaf
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.view import View
 from backpack_operations import faults, nodes

@@ -10,7 +10,7 @@ from collections import defaultdict
 from torch.nn.utils.rnn import PackedSequence
 
 from backpack_core.record.call import Call
-from backpack_core.record.run import Run
+from backpack_core.record.models import Run
 from backpack_operations.received import ModelInput
 
 

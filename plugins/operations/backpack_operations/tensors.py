@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations.nodes import NodeOutput

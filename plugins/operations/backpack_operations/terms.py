@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from backpack_core import errors
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.location import place_between
-from backpack_core.engine.losses import nothing_arrived
-from backpack_core.graph.nodes import described
+from backpack_core.engine.location import nothing_arrived, place_between
+from backpack_core.graph import described
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_core.record.view import View

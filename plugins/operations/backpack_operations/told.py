@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backpack_core.engine.active import Samples
 from backpack_core.errors import UsageError
-from backpack_core.record.run import Run
+from backpack_core.record.models import Run
 
 
 class Told(NamedTuple):

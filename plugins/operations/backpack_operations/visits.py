@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.reading import Reading
-from backpack_core.engine.carriers import RuleCarrier
+from backpack_core.contract.propagator import Propagator, Reading
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.engine.traversal import Visit
+from backpack_core.engine.traversal import RuleCarrier, Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
-from backpack_core.graph.parameters import Trained
+from backpack_core.graph import Trained
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View

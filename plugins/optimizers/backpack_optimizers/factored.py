@@ -27,9 +27,9 @@ from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
 from backpack_optimizers.values import (
+    all_restored,
     require_finite,
     require_same_plugins,
-    restore,
     saved,
     unchanged_on_error,
 )
@@ -237,8 +237,12 @@ class FactoredOptimizer(GroupedOptimizer):
         if found is None or not set(tables) <= set(found):
             raise UsageError(f"This is not a state of {type(self).__name__}: it has no curvature.")
         require_same_plugins(found, self._fingerprint())
+        # All of it is read before anything changes.
+        matrices = all_restored(tables, found, self._all(), self.name_of)
         super().load_state_dict(dict(state_dict))
-        restore(tables, found, self._all(), self.name_of)
+        for name, table in tables.items():
+            table.clear()
+            table.update(matrices[name])
         self._counts = {self._all()[place]: count for place, count in found["counts"].items()}
         self.steps, self.damping = found["steps"], found["damping"]
         self._joined = Joined(self._all())

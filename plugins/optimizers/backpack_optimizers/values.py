@@ -100,18 +100,30 @@ def require_same_plugins(found: Mapping[str, Any], own: Fingerprint) -> None:
     agreed({**results, "that of further steps": own}, is_one_quantity=False)
 
 
-def restore(
-    tables: Mapping[str, Factors],
+def all_restored(
+    names: Iterable[str],
     found: Mapping[str, Any],
     parameters: Sequence[Tensor],
     name_of: Callable[[Tensor], str],
-) -> None:
-    """Fill tables with the result of :func:`saved`."""
-    for name, table in tables.items():
-        table.clear()
-        for place, state in found[name].items():
-            parameter = parameters[place]
-            table[parameter] = restored(state, parameter, name_of(parameter))
+) -> dict[str, Factors]:
+    """The matrices of a state that :func:`saved` made, by name and parameter.
+
+    Raises:
+        UsageError: They belong to another model.
+    """
+    places = {place for name in names for place in found[name]}
+    if places and max(places) >= len(parameters):
+        raise UsageError(
+            f"The state has curvature for {max(places) + 1} parameters or more, but this optimizer "
+            f"has {len(parameters)}: load a state of the same model, with the same groups."
+        )
+    return {
+        name: {
+            parameters[place]: restored(state, parameters[place], name_of(parameters[place]))
+            for place, state in found[name].items()
+        }
+        for name in names
+    }
 
 
 def restored(state: Mapping[str, Tensor], parameter: Tensor, name: str) -> CurvatureMatrix:

@@ -22,6 +22,7 @@ from backpack_privacy.refusals import (
     check_loss,
     check_model,
     check_new,
+    check_no_hook,
     check_optimizer,
     check_precision,
 )
@@ -115,6 +116,7 @@ def make_private(
     check_new(optimizer)
     named = check_optimizer(inner, optimizer)
     check_precision(named)
+    check_no_hook(named)
     check_loader(loader)
     if users is not None:
         check_order(loader)

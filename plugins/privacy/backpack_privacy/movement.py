@@ -11,14 +11,12 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
 from backpack_privacy.processes import Processes
+from backpack_privacy.scalers import SCALED
 from backpack_privacy.shards import local
 from backpack_privacy.sums import Sums
 
 # Relative to a step: the optimizer's copy computes the same, up to the order of sums.
 _TOLERANCE = 1e-2
-
-# What a scaler tells a fused optimizer, for one step.
-SCALED = frozenset({"grad_scale", "found_inf"})
 
 
 class Movement:

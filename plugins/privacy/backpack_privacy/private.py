@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from backpack_core.errors import UsageError
 from backpack_privacy.captured import CapturedSteps
 from backpack_privacy.given import Given
-from backpack_privacy.movement import SCALED, Movement
+from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
     PRIVATE,
     check_finite,
@@ -28,6 +27,7 @@ from backpack_privacy.refusals import (
 )
 from backpack_privacy.release import Budget, Release, Spending
 from backpack_privacy.sampling import Draw, PrivateLoader
+from backpack_privacy.scalers import Scalers
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
 from backpack_privacy.watching import Buffers, Forwards
@@ -78,7 +78,7 @@ class Private(Spending):
         release.check()
         self._movement = Movement(optimizer, self._named, checks, release.processes)
         self._buffers = Buffers(inner, public_buffers)
-        self._waiting = Waiting()
+        self._waiting, self._scalers = Waiting(), Scalers(optimizer)
         self._pass: Pass | None = None
         self._told, self._kind = Told(), Pass
         self._is_mean = self._is_filled = self._is_stepped = False
@@ -135,12 +135,9 @@ class Private(Spending):
         self._fill(scale, is_looked_at=True)
         self._is_filled, self._is_stepped = True, False
         try:
-            scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
+            with self._scalers.stepping(scaler):
+                scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
         except BaseException:
-            with suppress(AssertionError):  # gradients were not divided by the scale so far
-                scaler.update()  # otherwise the next ones would not be divided, or twice
-            for name in SCALED:
-                vars(self.optimizer).pop(name, None)
             self._given.take_back()
             raise
         finally:
@@ -272,6 +269,8 @@ class Private(Spending):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Replace plain gradients by private ones."""
         check_no_closure([*args, *kwargs.values()])
+        if not self._is_filled:
+            self._scalers.check()
         if self._given.enter_again():
             return
         check_stepped(optimizer, self._named)
@@ -328,6 +327,7 @@ class Private(Spending):
         """Remove the hooks: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
             handle.remove()
+        self._scalers.close()
         self._given.take_back()
         PRIVATE.discard(self.optimizer)
 

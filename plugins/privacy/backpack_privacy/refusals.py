@@ -197,6 +197,23 @@ def check_precision(named: Mapping[str, Tensor]) -> None:
             )
 
 
+def check_no_hook(named: Mapping[str, Tensor]) -> None:
+    """Refuse hooks on gradients of trained parameters, which would not run.
+
+    Raises:
+        UsageError: A parameter has one.
+    """
+    for name, parameter in named.items():
+        hooks: Any = parameter
+        if hooks._backward_hooks or hooks._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"The parameter {name} has a hook on its gradient, but a private gradient is made "
+                "in the step, after the backward pass, so the hook would not run. Remove it. To "
+                "leave entries of a parameter out, compute it from others: "
+                "torch.nn.utils.parametrize, or torch.nn.utils.prune."
+            )
+
+
 def check_loss(lossfunc: Any, normaliser: Any) -> None:
     """Refuse a loss with an unknown divisor.
 
@@ -275,13 +292,14 @@ def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
     """Refuse a backward pass that would not be private because the model has changed.
 
     Raises:
-        UsageError: Other parameters are trained, or one is in half precision or has a plain
-            gradient.
+        UsageError: Other parameters are trained, or one is in half precision, or has a hook or a
+            plain gradient.
         SampleMixingError: A batch normalisation is in train mode.
     """
     check_model(model)
     _check_trained(model, named)
     check_precision(named)
+    check_no_hook(named)
     check_no_gradient(named)
 
 

@@ -55,7 +55,8 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
         raise SampleMixingError(
             "Samples of the batch influence each other, in a tensor that is computed from weights "
             "alone or that has samples on an axis other than the first. Say where samples are, "
-            "extend(model, batch_axis=...), or which rows form one sample, samples=index."
+            "extend(model, batch_axis=...), or which rows form one sample, samples=index. If you "
+            "gave an index, look there first: it may name other samples than the model's."
         )
     return own
 

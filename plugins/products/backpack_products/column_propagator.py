@@ -14,9 +14,8 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.bases import base
-from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import LayerRule, expect
+from backpack_core.contract.rules import LayerRule, LossRule, expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_products.apart import owned_by, put_together

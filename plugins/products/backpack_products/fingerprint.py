@@ -22,10 +22,10 @@ from torch.nn import Module
 
 from backpack_core import Extension
 from backpack_core.cli.certificate import digest, version_of
+from backpack_core.discovery import home_of
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import home_of
 from backpack_products.overrides import override
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.bases import base
-from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import expect
+from backpack_core.contract.rules import LossRule, expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.guards import ask
 from backpack_core.record.view import View

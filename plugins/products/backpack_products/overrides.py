@@ -11,7 +11,7 @@ from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.discovery import choose, qualified_name
 from backpack_core.plugins.registry import is_named, registry
-from backpack_core.plugins.sameness import attributes_behind, has_other, same_maps
+from backpack_products.sameness import attributes_behind, has_other, same_maps
 
 
 def override(extension: Extension, module: Module) -> Callable[..., Any] | None:

@@ -33,7 +33,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import ShapeError
 from backpack_products.columns import Root
 from backpack_products.contractions import slices

@@ -9,14 +9,14 @@ accelerators, torch's caching allocator does the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from backpack_core.replaced import replaced
+from backpack_core.engine.sink import replaced
 from backpack_products._torch import holders_of, without_modes
 
 # In bytes. Smaller results come from the heap, whose pages have been touched.
@@ -34,28 +34,46 @@ class _Recycled(threading.local):
 _recycled = _Recycled()
 
 
-def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
-    """Take a result out of a dictionary, and offer its memory if nobody else holds it.
+def offer(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: bool = True) -> None:
+    """Take results out of dictionaries, and offer their memory if nobody else holds them.
 
     Args:
-        owner: The dictionary.
-        name: The result's name there; it may be missing.
+        owners: The dictionaries.
+        names: The names of results there; some may be missing.
         is_wanted: Whether the memory may be reused.
     """
-    value = owner.pop(name, None)
-    if not is_wanted or type(value) is not Tensor or value.nbytes < SMALLEST or not value.is_cpu:
-        return
+    unheld = cache(_counts_unheld)  # they depend on what runs now
+    for owner in owners:
+        for name in names:
+            value = owner.pop(name, None)
+            if is_wanted and type(value) is Tensor and value.nbytes >= SMALLEST and value.is_cpu:
+                held = [value]
+                del value
+                _offer(held, unheld)
+
+
+def _offer(held: list[Tensor], unheld: Callable[[bool], Any]) -> None:
+    """Offer the memory of a tensor.
+
+    Args:
+        held: A list with the tensor, which nobody else here holds.
+        unheld: The reference counts of a tensor, or a view, that nobody holds.
+    """
+    (value,) = held
     storage = value.untyped_storage()
     is_whole = value.nbytes == storage.nbytes()  # its axes may be in any order
     if value.requires_grad or not is_whole or storage.is_shared():
         return
-    del storage
-    held = [value]
-    del value
+    is_view = value._base is not None
+    del storage, value
     holders = holders_of(held)
-    if holders is not None and holders == holders_of(_unheld(held[0]._base is not None)):
+    if holders is not None and holders == unheld(is_view):
         memory = held[0].detach().as_strided((held[0].numel(),), (1,), 0)
         _recycled.memories.setdefault((memory.dtype, len(memory)), []).append(memory)
+
+
+def _counts_unheld(is_view: bool) -> tuple[int, ...] | None:
+    return holders_of(_unheld(is_view))
 
 
 @cache

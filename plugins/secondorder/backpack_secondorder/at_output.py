@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import View, backpack, extend
-from backpack_core.contract.loss import LossRule
+from backpack_core.contract.rules import LossRule
 from backpack_core.engine.active import suspended
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.plugins.loading import has_rule

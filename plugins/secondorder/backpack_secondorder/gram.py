@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backpack_core.autocast import without_autocast
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.rules import Normaliser
 from backpack_core.errors import UsageError
 from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.columns import Root

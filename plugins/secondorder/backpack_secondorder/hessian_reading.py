@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from backpack_core import Reading, View
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.nodes import name_of
+from backpack_core.graph import name_of
 from backpack_interplay.leaves import nonlinear_between
 from backpack_operations.bare import BareRule
 from backpack_operations.order import behind

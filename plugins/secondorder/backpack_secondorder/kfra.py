@@ -14,9 +14,9 @@ from torch.autograd.graph import Node
 
 from backpack_core import LayerRule, LossRule, Propagator, View
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.graph.nodes import is_leaf, refuse
+from backpack_core.graph import is_leaf, refuse
 from backpack_core.record.call import Call
 from backpack_operations.alignment import Crossing
 from backpack_operations.bridge import push

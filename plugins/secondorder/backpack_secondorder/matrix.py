@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import ShapeError, UsageError
 from backpack_products.fingerprint import Fingerprint, as_tensor, from_tensor, of_parts
 from backpack_products.values import at_least_single

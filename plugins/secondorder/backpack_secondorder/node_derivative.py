@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core.graph.nodes import is_leaf, refuse
+from backpack_core.graph import is_leaf, refuse
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_operations import bridge, nodes

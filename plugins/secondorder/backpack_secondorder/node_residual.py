@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core.graph.nodes import refuse
+from backpack_core.graph import refuse
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.nodes import NodeOutput

@@ -16,7 +16,7 @@ from backpack_core import LayerRule, View
 from backpack_core.autocast import without_autocast
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
-from backpack_core.engine.losses import nothing_arrived
+from backpack_core.engine.location import nothing_arrived
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import SITES, Call, Edge
 from backpack_operations.bridge import agree

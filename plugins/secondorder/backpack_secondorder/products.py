@@ -17,7 +17,7 @@ from torch import Tensor
 from backpack_core import View
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
-from backpack_core.graph.nodes import refuse
+from backpack_core.graph import refuse
 from backpack_operations.chosen import of_samples
 from backpack_products.derivatives import second_order
 from backpack_products.extensions import as_subsampling

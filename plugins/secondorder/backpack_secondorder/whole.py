@@ -15,14 +15,13 @@ from torch import Tensor
 from backpack_core.contract.bases import base
 from backpack_core.contract.extension import Extension, FailMode
 from backpack_core.contract.observer import Observer
-from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.reading import Reading
+from backpack_core.contract.propagator import Propagator, Reading
 from backpack_core.contract.rules import LayerRule
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.sink import see_values
 from backpack_core.errors import PluginCodeError, UsageError
-from backpack_core.graph.survey import Survey
+from backpack_core.graph import Survey
 from backpack_core.record.view import View
 
 

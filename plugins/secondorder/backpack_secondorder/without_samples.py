@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from backpack_core import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.nodes import is_leaf, refuse
+from backpack_core.graph import is_leaf, refuse
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of, reached

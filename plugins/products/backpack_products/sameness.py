@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 from backpack_core._torch import class_of
+from backpack_core.plugins.registry import Sameness
 from backpack_core.remember import remembered
 
 # An attribute of a module class, or where code finds a function: ``(torch, "relu")``.
@@ -154,3 +155,23 @@ def _names_in(function: Any) -> Iterator[str]:
         code = todo.pop()
         yield from code.co_names
         todo += [const for const in code.co_consts if inspect.iscode(const)]
+
+
+class Lent(Sameness):
+    """Subclasses that compute what their parents do use the rules of these."""
+
+    def lenders(self, kind: type[Module]) -> Iterable[type]:
+        """The class, and each parent that computes the same."""
+        return same_maps(kind)
+
+    def behind(self, kind: type) -> Mapping[Name, Any]:
+        """The methods, and the functions that their code finds elsewhere."""
+        return attributes_behind(kind)
+
+    def has_other(self, module: Module, behind: Mapping[Name, Any]) -> bool:
+        """Whether any of them was replaced, on the module or elsewhere."""
+        return has_other(module, behind)
+
+    def watch(self, kind: type[Module], behind: Mapping[Name, Any]) -> Callable[[], bool]:
+        """A quick comparison with what a class has now."""
+        return Watched(kind, behind).is_changed

@@ -1,21 +1,91 @@
-"""The survey of a graph: what is known about a backward pass before anything is computed.
+"""The autograd graph of one backward pass: its nodes, its parameters, and the survey of it.
 
 Some facts are properties of the whole graph, such as the parameters that several calls use and the
 number of samples. A walk through the graph fills the survey in. A library that knows more derives
-from it.
+from it. Imports torch, ``errors`` and ``record`` only; layer rules are reached through the calls.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from backpack_core._torch import Node
-from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
+from backpack_core._torch import LeafNode, Node
+from backpack_core.errors import BridgeError, UnsupportedError, is_library
 from backpack_core.record.call import Call, CallCaches, Edge, Site, site_at
 from backpack_core.record.view import View
+
+_GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether a node accumulates the gradient of a leaf, such as a parameter."""
+    return type(node) is LeafNode
+
+
+def name_of(node: Node) -> str:
+    """The name of a node's operation: ``"Mul"`` for ``MulBackward0``."""
+    return re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
+
+
+def described(node: Node) -> str:
+    """The name of the operation, with the user's line if anomaly mode has recorded it."""
+    steps = node.metadata.get("traceback_") or ()  # type: ignore[attr-defined]
+    for step in reversed(steps):
+        match = re.match(r'\s*File "(.+)", line (\d+)', step)
+        if match and not is_library(match[1]):
+            return f"{name_of(node)} [{match[1]}:{match[2]}]"
+    return name_of(node)
+
+
+def refuse(node: Node, reason: str, advice: str = _GIVE_IT_A_RULE) -> BridgeError:
+    """The error for a node that cannot be crossed."""
+    error = BridgeError(
+        f"Cannot carry the quantity through the operation {name_of(node)!r} ({node.name()}) "
+        f"between two modules: {reason}. {advice}"
+    )
+    error.node = node
+    return error
+
+
+class Trained(NamedTuple):
+    """A trained parameter that a call uses.
+
+    Attributes:
+        name: Its name in the module.
+        parameter: The leaf that the result is stored on.
+        used: The tensor that the module used: the parameter, or one that was computed from it.
+    """
+
+    name: str
+    parameter: Tensor
+    used: Tensor
+
+
+def trained_in(call: Call) -> tuple[tuple[Trained, ...], tuple[Trained, ...]]:
+    """The trained parameters of a call that its rule covers, and those that it does not."""
+    stored, covers = call.stored, call.rule.covers
+    covered: list[Trained] = []
+    others: list[Trained] = []
+    for name in stored.parameters:
+        tensor, _ = stored.owned[name]
+        if tensor.requires_grad and name not in stored.frozen:
+            group = covered if covers(call.module, name) else others
+            for parameter in stored.computed.get(name, (tensor,)):
+                # Much faster than Trained(...).
+                group.append(tuple.__new__(Trained, (name, parameter, tensor)))
+    return tuple(covered), tuple(others)
+
+
+def complex_parameter(name: str) -> UnsupportedError:
+    """The error for a trained parameter with complex values."""
+    return UnsupportedError(
+        f"The parameter {name} is complex, and quantities are defined for real parameters "
+        "only: train its real and its imaginary part as two parameters, or freeze it."
+    )
 
 
 @dataclass
@@ -47,14 +117,12 @@ class Survey:
     Attributes:
         batch_size: The number of samples.
         is_shared: Whether a parameter is used several times.
-        widest: Bytes that one column takes at the widest call.
         sites: The sites in the graph, by call and index of the output.
         trained: The parameters that are read at each call.
         uses: The parameters that calls use, by ``id``.
         freed: By call, parameters that are read at the operations that use them, because the
             call's rule does not cover them.
         bare: All parameters that are read at the operations that use them, by ``id``.
-        outside: Parameters that are used outside of the calls of their own module, by ``id``.
         leaves: Parameters that are visited as if a call had returned them, by node and output.
         viewed: By node and output number, for outputs that modules returned views of, if users
             bypass these views: the edge of the outermost view.
@@ -67,13 +135,11 @@ class Survey:
 
     batch_size: int = 0
     is_shared: bool = False
-    widest: int = 0
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
     freed: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     bare: dict[int, Any] = field(default_factory=dict)
-    outside: set[int] = field(default_factory=set)
     leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
