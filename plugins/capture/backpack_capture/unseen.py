@@ -35,6 +35,8 @@ _LOCK: Final = threading.RLock()
 class _Making(TorchFunctionMode):
     """Checks what tensors are made of: those of Python numbers only are the same each time."""
 
+    replaces = False  # passes that are recorded have the plan of the others
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder

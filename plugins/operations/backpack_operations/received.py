@@ -113,7 +113,9 @@ class ModelRun(Run):
     ) -> None:
         """Note what the model received; see :class:`Run`."""
         self.axis, self.is_distributed, self.has_computed_input = axis, is_distributed, False
-        self.memories, self.inputs, self.modes = {}, [], modes()
+        self.memories, self.inputs = {}, []
+        # A mode of a library may say that it replaces nothing, such as a recorder's.
+        self.modes = tuple([kind for kind in modes() if getattr(kind, "replaces", True)])
         self._passed: list[object] = []  # keeps the memories of results from being reused
         sizes: list[int] = []
         for path, tensor in placed:
