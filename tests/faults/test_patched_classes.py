@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from backpack_capture import capture
 from backpack_core import backpack, extend
+from backpack_core.errors import BackpackError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -129,4 +132,52 @@ def test_a_captured_step_sees_a_patched_method(
     )
     monkeypatch.setattr(kind, method, function)
     step(x, y)
+    _check(model, lossfunc, x, y)
+
+
+class _Doubling(TorchFunctionMode):
+    """Has ``F.linear`` compute with other weights."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is F.linear:
+            args = args[0], args[1] * 2, *args[2:]
+        return function(*args, **(kwargs or {}))
+
+
+class _Squared(nn.Parameter):
+    """A weight that ``F.linear`` squares."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is F.linear:
+                args = args[0], args[1] ** 2, *args[2:]
+            return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4, 6, 12])
+@pytest.mark.parametrize("kind", [_Doubling, _Squared])
+def test_operations_that_a_mode_or_a_class_of_weights_replaces(kind: Any, passes: int) -> None:
+    """No plan of other passes is taken, and the first such pass is measured: it cannot be right."""
+    model, lossfunc, x, y = _net(lambda: nn.Linear(3, 2))
+    layer: Any = model[0]  # type: ignore[index]
+
+    def step(mode: Any = None) -> None:
+        with mode or nullcontext():
+            loss = lossfunc(model(x), y)
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss.backward()
+
+    for _ in range(passes):
+        step()
+    is_mode, weight = not issubclass(kind, Tensor), layer.weight
+    layer.weight = weight if is_mode else kind(weight.detach())
+    with pytest.raises(BackpackError):
+        step(kind() if is_mode else None)
+    layer.weight = weight
+    step()
     _check(model, lossfunc, x, y)

@@ -19,6 +19,7 @@ from backpack_core.record.models import owner_of
 from backpack_operations import nodes
 from backpack_operations.paths import reached_past_losses
 from backpack_operations.plan import plans
+from backpack_operations.received import ModelRun
 from backpack_operations.survey import GraphSurvey
 from backpack_products.values import is_symbolic
 
@@ -105,8 +106,9 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
     """What earlier passes of the same structure showed; counts this pass.
 
     A structure consists of the calls, the nodes between them with their axes, train or eval mode,
-    and the axes that are as long as the batch. Sizes do not count, so that padding to another
-    length keeps the structure.
+    the axes that are as long as the batch, and the classes of modules, of their tensors and of
+    modes around the model, since these may replace functions. Sizes do not count, so that padding
+    to another length keeps the structure.
 
     Args:
         survey: The graph.
@@ -132,7 +134,9 @@ def _structure(survey: Survey) -> tuple[object, ...]:
     for call, index in survey.sites:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
-        calls.append((call.path, index, call.training, *axes))
+        kinds = type(call.module), *map(type, stored.tensors.values())
+        modes = call.run.modes if isinstance(call.run, ModelRun) else ()
+        calls.append((call.path, index, call.training, kinds, modes, *axes))
     if not isinstance(survey, GraphSurvey):
         return (*calls,)
     settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.between]

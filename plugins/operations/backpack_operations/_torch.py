@@ -24,6 +24,13 @@ _HANDING_ON = {
 }
 
 
+def modes() -> tuple[type, ...]:
+    """The classes of the modes on this thread that may replace functions of torch."""
+    torch_c: Any = torch._C
+    stack = map(torch_c._get_function_stack_at, range(torch_c._len_torch_function_stack()))
+    return tuple(map(type, stack))
+
+
 def metadata_of(node: Node, output_nr: int) -> Any:
     """Shape, dtype and device of an output of a node; of a leaf's node, the leaf itself."""
     variable = getattr(node, "variable", None)

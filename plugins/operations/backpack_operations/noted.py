@@ -58,7 +58,7 @@ class Noted:
         for tensor in (*stored.inputs, *stored.outputs):
             if tensor.layout is not _STRIDED or tensor.is_nested:
                 raise Unplanned(f"{call.path} has nested or sparse tensors")
-            facts += tensor.dtype, tensor.shape
+            facts += type(tensor), tensor.dtype, tensor.shape
         if stored.kwargs or stored.args is not stored.inputs:
             facts.append(_form((stored.args, stored.kwargs)))
         if stored.tensors:
@@ -66,7 +66,7 @@ class Noted:
             facts += names, tuple(own), tuple(stored.frozen)
             for name in names:
                 tensor, _ = own[name]
-                facts += tensor.requires_grad, tensor.dtype, name in stored.computed
+                facts += type(tensor), tensor.requires_grad, tensor.dtype, name in stored.computed
                 facts.append(len(stored.computed.get(name, (tensor,))))
             if module._modules and not rule.transparent:  # rules may not cover everything
                 facts.append(tuple([p.requires_grad for p in module.parameters()]))

@@ -15,6 +15,7 @@ from torch.nn import Module
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
 from backpack_core.record.models import Place, Run
+from backpack_operations._torch import modes
 from backpack_products.substitutes import note_substitutes
 
 # The key in the metadata of autograd nodes for outputs that a model returned.
@@ -101,6 +102,7 @@ class ModelRun(Run):
         memories: The layout of input tensors, and of what layers made of them, by memory.
         inputs: Its input tensors.
         rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
+        modes: The classes of modes around it that may replace functions of torch.
     """
 
     memories: dict[int, SampleLayout]
@@ -111,7 +113,7 @@ class ModelRun(Run):
     ) -> None:
         """Note what the model received; see :class:`Run`."""
         self.axis, self.is_distributed, self.has_computed_input = axis, is_distributed, False
-        self.memories, self.inputs = {}, []
+        self.memories, self.inputs, self.modes = {}, [], modes()
         self._passed: list[object] = []  # keeps the memories of results from being reused
         sizes: list[int] = []
         for path, tensor in placed:
@@ -132,7 +134,7 @@ class ModelRun(Run):
     @property
     def facts(self) -> Iterable[Any]:
         """What decisions about the whole pass may depend on."""
-        facts = [*super().facts, len(self.inputs), self.rows is None]
+        facts = [*super().facts, self.modes, len(self.inputs), self.rows is None]
         for path, layout, _, _, dtype in self.inputs:
             facts += path, dtype, torch.Size(layout.shape)
         return facts
