@@ -28,7 +28,7 @@ _OF_ALL_MODULES = [
     table for name, table in vars(module).items() if re.match("_global_.*hooks", name)
 ]
 
-_EACH = 50
+_EACH = 100  # searches: one that looks at everything takes half a second
 _settlements = count()
 
 _passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from functools import partial, partialmethod
 from pathlib import Path
 
@@ -301,10 +303,11 @@ def test_a_store_of_another_run(tmp_path) -> None:
 
 
 def test_a_damaged_shard_and_one_sample_in_two(tmp_path) -> None:
-    stores = [GradientStore(tmp_path / "store", process=process) for process in range(2)]
-    for store in stores:
-        store.append(["a"], rows(1))
-        store.flush()
+    store = GradientStore(tmp_path / "store")
+    store.append(["a"], rows(1))
+    store.flush()
+    (path,) = (tmp_path / "store").glob("*.safetensors")
+    shutil.copyfile(path, path.with_name(f"000001{path.name[6:]}"))
     with pytest.raises(UsageError, match=r"'a' is in .* and in an earlier shard"):
         GradientStore(tmp_path / "store")
     paths = sorted((tmp_path / "store").glob("*.safetensors"))
@@ -368,6 +371,18 @@ def test_places_of_ranks_are_dealt_in_turn() -> None:
     found = [name for batch in (2, 1) for each in names for name in each(None, batch)]
     assert sorted(found) == [*range(6)]
     assert found[:2] == [0, 2]
+
+
+def test_samples_that_another_writer_stored_meanwhile_are_not_stored_again(tmp_path) -> None:
+    first, second = (GradientStore(tmp_path / "store", process=process) for process in range(2))
+    for store, names in ((first, ["a", "b"]), (second, ["c"]), (first, ["d"])):
+        store.append(names, rows(len(names)))
+        store.flush()
+    second.append(["e", "b"], rows(2))
+    for store in (second, copy.deepcopy(second)):
+        with pytest.raises(UsageError, match=r"'b' is in .* Nothing was written: open the store"):
+            store.flush()
+    assert sorted(GradientStore(tmp_path / "store").identities) == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([True, False, True]), [1.0], slice(0, 2), [None]])

@@ -137,6 +137,7 @@ class Shards:
         """
         self._folder, self._shards = folder, list[Shard]()
         self._places: dict[Identity, tuple[int, int]] = {}
+        self._others: dict[Path, frozenset[Identity]] = {}  # shards that others wrote since
         for path in sorted(folder.glob("*.safetensors")):
             self.add(path)
 
@@ -157,6 +158,24 @@ class Shards:
         self._places.update(zip(shard.identities, places, strict=True))
         self._shards.append(shard)
 
+    def _require_new(self, identities: Sequence[Identity]) -> None:
+        """Refuse samples that another writer has stored since this store was opened.
+
+        Raises:
+            UsageError: One of them is in another writer's shard.
+        """
+        known = {shard.path for shard in self._shards} | self._others.keys()
+        for path in {*self._folder.glob("*.safetensors")} - known:
+            self._others[path] = frozenset(Shard.open(path).identities)
+        for path, theirs in self._others.items():
+            twice = next((name for name in identities if name in theirs), None)
+            if twice is not None:
+                raise UsageError(
+                    f"{twice!r} is in {path.name} already, which another process, or a copy of "
+                    "this store, has written since it was opened. Nothing was written: open the "
+                    "store again, and append what is missing then."
+                )
+
     def write(self, block: Block, shapes: dict[str, list[int]], process: int) -> None:
         """Write some samples as one more shard, which is whole or absent.
 
@@ -164,7 +183,11 @@ class Shards:
             block: The samples.
             shapes: The shape of each part for one sample.
             process: Which of several writers this is.
+
+        Raises:
+            UsageError: Another writer has stored one of the samples.
         """
+        self._require_new(block.identities)
         number = 1 + max((shard.number for shard in self._shards), default=-1)
         path = self._folder / f"{number:06d}-{process:04d}-{uuid4().hex[:8]}.safetensors"
         tensors = {
