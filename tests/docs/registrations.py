@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from backpack_core.plugins.manager import manager
+from backpack_core.plugins.registration import manager
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.isolation import reset
 

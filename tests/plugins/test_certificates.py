@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import discovery, plugins
+from backpack_core import discovery, errors, plugins
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
@@ -104,7 +104,7 @@ def test_without_a_gate_nothing_gets_in(norm: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_quantity_names_the_switch(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
-    with pytest.raises(plugins.loading.MissingPluginError, match="BACKPACK_REQUIRE_CERTIFIED"):
+    with pytest.raises(errors.MissingPluginError, match="BACKPACK_REQUIRE_CERTIFIED"):
         _ = __import__("backpack_core.extensions").extensions.GradNorm
 
 
