@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import discovery, errors, plugins
+from backpack_core import discovery, errors
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
