@@ -108,7 +108,10 @@ _ENDS = attrgetter("start", "stop", "step")
 # The attributes that every module has: tables of parameters, buffers, submodules and hooks.
 MODULE_ATTRIBUTES = frozenset(vars(Module())) - {"training"}
 TRAITS_ATTRIBUTE = "_backpack_traits"
-OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
+# Names of attributes that somebody keeps tensors of a call in until its visit. Nothing is computed
+# from them.
+SHOWN_ATTRIBUTE = "_backpack_shown"
+OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, SHOWN_ATTRIBUTE)
 
 
 def _is_plain(value: Any) -> bool:

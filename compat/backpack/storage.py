@@ -7,7 +7,6 @@ graph would keep that, and itself, alive.
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,10 +20,9 @@ from backpack.context import CTX, ExtendedHandle
 from backpack_core import _hooks
 from backpack_core.engine.active import current
 from backpack_core.errors import OverwrittenInputError
+from backpack_core.record.state import SHOWN_ATTRIBUTE
 from backpack_core.record.switch import is_recording
 from backpack_core.record.view import View
-
-_NAMES = re.compile(r"input\d+|output")
 
 
 def hook_store_io(module: Module, input: tuple[Any, ...], output: Any) -> None:
@@ -37,10 +35,16 @@ def hook_store_io(module: Module, input: tuple[Any, ...], output: Any) -> None:
     """
     if not is_recording():
         return
-    memory_cleanup(module)
     first = output[0] if isinstance(output, tuple) else output
     values = {f"input{i}": value for i, value in enumerate(input)} | {"output": first}
-    module.__dict__.update({name: _without_graph(value) for name, value in values.items()})
+    _show(module, {name: _without_graph(value) for name, value in values.items()})
+
+
+def _show(module: Module, values: dict[str, Any]) -> None:
+    """Set these attributes instead of what was shown before."""
+    memory_cleanup(module)
+    module.__dict__.setdefault(SHOWN_ATTRIBUTE, set()).update(values)
+    module.__dict__.update(values)
 
 
 def _without_graph(value: Any) -> Any:
@@ -55,12 +59,9 @@ def memory_cleanup(module: Module) -> None:
     Args:
         module: The module.
     """
-    for name in _stored(module):
-        del module.__dict__[name]
-
-
-def _stored(module: Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if _NAMES.fullmatch(name)}
+    attributes = module.__dict__
+    for name in attributes.get(SHOWN_ATTRIBUTE, ()):
+        attributes.pop(name, None)
 
 
 class FreeAfterVisit:
@@ -119,16 +120,17 @@ class HookWithIO:
 @contextmanager
 def _io(view: View) -> Iterator[None]:
     """Inputs and output of a call on its module; what was overwritten in place is left out."""
-    module = view.call.module
-    before = _stored(module)
-    memory_cleanup(module)
+    module, values = view.call.module, dict[str, Any]()
+    attributes = module.__dict__
+    names = attributes.get(SHOWN_ATTRIBUTE, set())
+    before = {name: attributes[name] for name in names if name in attributes}
     for position in range(len(view.stored.inputs)):
         with suppress(OverwrittenInputError):
-            module.__dict__[f"input{position}"] = view.tensor_input(position)
+            values[f"input{position}"] = view.tensor_input(position)
     with suppress(OverwrittenInputError):
-        module.__dict__["output"] = view.output
+        values["output"] = view.output
+    _show(module, values)
     try:
         yield
     finally:
-        memory_cleanup(module)
-        module.__dict__.update(before)
+        _show(module, before)

@@ -226,13 +226,18 @@ class HBP(BackpackNames):
         self.curv_type, self.loss_hessian_strategy, self.backprop_strategy, self.ea_strategy = (
             strategies
         )
-        self._base = extension_by(*strategies, self.get_num_mc_samples(), weight_sharing)
         self.weight_sharing = weight_sharing
-        self.over_batches = self._base.over_batches
+        self._asked = (*strategies, self.get_num_mc_samples(), weight_sharing)
+        if self.over_batches is None:
+            self.over_batches = self._base.over_batches
         propagator = self._base.propagator
         # Diagonals and roots share the columns.
         propagator = EveryColumn() if propagator == LossSqrt() else propagator
         Extension.__init__(self, propagator, savefield)
+
+    @property
+    def _base(self) -> Extension:
+        return extension_by(*self._asked)
 
     def read(self, product: Any) -> Any:
         """The factors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.hbp_options import (
@@ -28,6 +29,7 @@ _KNOWN: dict[tuple[str, str, str], Callable[[int, WeightSharing], Extension]] = 
 }
 
 
+@cache
 def extension_by(
     curvature: str,
     loss_hessian: str,
@@ -36,7 +38,7 @@ def extension_by(
     mc_samples: int = 1,
     weight_sharing: WeightSharing = "kfc",
 ) -> Extension:
-    """The extension for a combination of strategies.
+    """The extension for a combination of strategies; one object for each.
 
     Args:
         curvature: Of :class:`Curvature`.

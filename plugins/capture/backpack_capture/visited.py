@@ -17,7 +17,7 @@ from backpack_capture.saved import form_inside, inside, layout_of, saved_by, set
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import Call, Site
-from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
+from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES, SHOWN_ATTRIBUTE
 from backpack_operations.structure import Structure
 from backpack_products.tuning import memory_budget
 from backpack_products.values import is_onednn_on
@@ -160,6 +160,7 @@ def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
     for place, (call, _) in enumerate(structure.sites):
         table = call.module.__dict__
         known = {*MODULE_ATTRIBUTES, *OUR_ATTRIBUTES, *call.settings.names, "training"}
+        known |= table.get(SHOWN_ATTRIBUTE, set())
         if others := table.keys() - known:
             found[place] = {name: seen(table[name]) for name in others}
     return found
