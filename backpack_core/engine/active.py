@@ -90,17 +90,6 @@ class Context:
         return not (self.extensions or self.extension_hook or self.observer or self.debug)
 
     @cached_property
-    def asked(self) -> tuple[object, ...]:
-        """What plans depend on, besides the graph."""
-        return (
-            self.tells_samples,
-            *[
-                (type(e), e.fail_mode, e.propagator, e.needs_normalisers, bool(e.carriers))
-                for e in self.extensions
-            ],
-        )
-
-    @cached_property
     def propagators(self) -> list[Propagator]:
         """The propagators of all extensions."""
         return [*(g.propagator for g in self.groups), *(e.propagator for e in self.whole)]
@@ -125,11 +114,6 @@ class Context:
     def with_normalisers(self) -> list[Extension]:
         """The extensions that need to know what each loss divides by."""
         return [extension for extension in self.extensions if extension.needs_normalisers]
-
-    @property
-    def tells_samples(self) -> bool:
-        """Whether any result tells samples apart, and is not only a sum over them."""
-        return any(e.propagator.per_sample and not e.sums_samples for e in self.extensions)
 
     def __repr__(self) -> str:
         """The extensions, and how many passes are under way."""

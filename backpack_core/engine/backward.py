@@ -174,10 +174,11 @@ class BackwardPass:
         may_narrow: Whether autograd may do less: it adds to ``.grad``, and no root is a leaf.
         is_differentiable: Whether gradients get a graph of their own.
         only_reads: Whether calls without parameters need no visit; see :meth:`passes_by`.
+        concludes: Whether :meth:`visit` calls :meth:`conclude`; otherwise, a library does.
     """
 
     # A library derives a class for passes inside of others, and for those that were not announced.
-    is_outermost = is_whole = clears = True
+    is_outermost = is_whole = clears = concludes = True
     is_part = False
 
     def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
@@ -257,16 +258,13 @@ class BackwardPass:
             clear(survey, survey.trained, self.context, self.sink.new)
 
     def _begin_visits(self) -> None:
-        self.traversal: Any = self.between.traversal(self.schedule, self.sink, self._kept)
-        self.only_reads = True
-        if self.traversal is None:
-            return
         self._before = overriding(self.observers, "before")
         self._after = overriding(self.observers, "after")
+        self.traversal: Any = self.between.traversal(self.schedule, self.sink, self._kept)
         context = self.context
         asks = self._before, self._after, context.whole, context.with_normalisers
         travel = any(g.propagator.travels or g.has_overrides for g in self.groups)
-        self.only_reads = not (travel or any(asks))
+        self.only_reads = self.traversal is None or not (travel or any(asks))
 
     def is_carried(self) -> bool:
         """Whether an observer has made all visits, without autograd."""
@@ -318,10 +316,17 @@ class BackwardPass:
             self._check(view)
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
-        for look in self._after:
-            look(view)
+        if self.concludes:
+            self.conclude(site, grad)
+
+    def conclude(self, site: Site, grad: Tensor | None) -> None:
+        """Let observers look at a visited output, and let go of the call."""
+        if self._after:
+            view = self.visiting or self.view(site, grad)
+            for look in self._after:
+                look(view)
         self.visiting = None
-        self.let_go(call)
+        self.let_go(site.call)
 
     def _check(self, view: View) -> None:
         """Have a rule refuse what it cannot do, and a loss say what it divides by."""

@@ -129,6 +129,43 @@ def test_repeated_passes(net: str, extension: str) -> None:
     assert repeated or is_hidden
 
 
+class Changing:
+    """An ``extension_hook`` that copies what it finds on a module's parameters, and changes it."""
+
+    def __init__(self, model: nn.Module, field: str) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.field, self.seen = field, list[Any]()
+
+    def __call__(self, module: nn.Module) -> None:
+        self.seen.append(self.names.get(module, type(module).__name__))
+        for parameter in module.parameters(recurse=False):
+            for tensor in Apart(getattr(parameter, self.field, None)).tensors:
+                self.seen.append(tensor.clone())
+                if tensor.is_floating_point():
+                    tensor.mul_(-3.0)
+
+
+@pytest.mark.parametrize("extension", ["BatchL2Grad", "some", "DiagGGNExact", "KFAC", "clipped"])
+@pytest.mark.parametrize("net", ["mlp", *sorted(NETS.keys() - {"mlp"})])
+def test_extension_hooks_are_called(net: str, extension: str) -> None:
+    """After each module's results are stored; what they change changes nothing else."""
+    torch.manual_seed(0)
+    model, make = NETS[net].make(), EXTENSIONS[extension]
+    ours, right, hooks = Twin(copy.deepcopy(model)), Twin(model), list[Changing]()
+    for _ in range(PASSES):
+        batch = NETS[net].draw(4)
+        hooks = [Changing(twin.model, make().savefield) for twin in (ours, right)]
+        try:
+            with by_the_engine():
+                expected = right.step(batch, make(), check="never", extension_hook=hooks[1])
+        except BackpackError:
+            pytest.skip("it does not exist for this net")
+        found = ours.step(batch, make(), check="never", extension_hook=hooks[0])
+        assert not differs([found, hooks[0].seen], [expected, hooks[1].seen])
+    assert hooks[0].seen
+    assert ours.repeated > 2 or net == "slopes"  # operations use its parameters
+
+
 def agree_on(
     seeds: range,
     steps: int,
@@ -513,7 +550,6 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"extension_hook": lambda module: None},
         {"observer": lambda view: None},
         {"check": "always"},
         {"gradient": "shared"},

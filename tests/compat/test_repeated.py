@@ -57,6 +57,29 @@ def test_built_in_extensions(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(hasattr(part, "input0") or hasattr(part, "output") for part in model)
 
 
+def test_hooks_find_inputs_and_outputs() -> None:
+    torch.manual_seed(0)
+    model, lossfunc = extend(linear_net()), extend(nn.CrossEntropyLoss())
+    repeated = 0
+    for _ in range(PASSES):
+        (x, y), seen = data(3), list[tuple[nn.Module, Tensor, Tensor]]()
+
+        def hook(module: nn.Module, seen: list[Any] = seen) -> None:
+            seen.append((module, module.input0, module.output))
+
+        loss = lossfunc(model(x), y)
+        hidden = model[0](x), model[1](model[0](x))
+        with backpack(extensions.BatchGrad(), extension_hook=hook) as block:
+            loss.backward()
+        repeated += block._history["repeated a recording"]
+        expected = [(model[2], hidden[1]), (model[1], hidden[0]), (model[0], x)]
+        assert [module for module, _, _ in seen] == [lossfunc, *[module for module, _ in expected]]
+        for (_, found, out), (module, right) in zip(seen[1:], expected, strict=True):
+            assert torch.equal(found, right)
+            assert torch.equal(out, module(right))
+    assert repeated
+
+
 class Counting(FirstOrderModuleExtension):
     """A module extension of a user's, which does more than compute."""
 

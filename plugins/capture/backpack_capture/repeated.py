@@ -73,12 +73,10 @@ class Repeated(Driver):
         if others is not None and run.context.is_curvature:
             raise changed_gradient(run.view(site, grads[site.edge.output_nr]), others)
         if (site.call, site.index) not in self._order:  # another thread has missed that
-            run.let_go(site.call)
             return
         extensions = run.context.extensions
         for store, value in self.results(site, grads[site.edge.output_nr]):
             run.sink.store(extensions[store.extension], self._parameters[store.parameter], value)
-        run.let_go(site.call)
 
     def results(self, site: Site, grad: Tensor | None) -> list[tuple[Store, Any]]:
         """What a visit computes."""

@@ -38,7 +38,10 @@ class Visits(PlanObserver):
         if not _may_repeat(run):
             return None
         is_alone = any(each.goes_alone(run, planned, structure) for each in of_plans(run))
-        entry = _entry(planned, run.context.extensions, is_alone)
+        is_hooked = run.context.extension_hook is not None
+        if is_hooked and planned.plan.facts is not None:  # it waits for operations of parameters
+            return None
+        entry = _entry(planned, run.context.extensions, is_alone, is_hooked)
         if entry is None or entry.refusal:
             return None
         entry.passes += 1
@@ -74,14 +77,17 @@ def _may_repeat(run: BackwardPass) -> bool:
     )
 
 
-def _entry(planned: Planned, extensions: Sequence[Any], is_alone: bool) -> Entry | None:
+def _entry(
+    planned: Planned, extensions: Sequence[Any], is_alone: bool, is_hooked: bool
+) -> Entry | None:
     known: list[Entry] = planned.kept.setdefault(Visits, [])
-    alike = (entry for entry in known if entry.is_alone is is_alone)
+    kind = is_alone, is_hooked
+    alike = (entry for entry in known if (entry.is_alone, entry.is_hooked) == kind)
     found = next((entry for entry in alike if entry.is_of(extensions)), None)
     if found is None:
         if any(map(_has_loose_settings, extensions)):
             return None
-        found = Entry(extensions, is_alone)
+        found = Entry(extensions, is_alone, is_hooked)
         known.append(found)
         del known[:-MOST]
     return found

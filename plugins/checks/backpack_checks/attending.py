@@ -11,6 +11,7 @@ from backpack_checks.trust import Measurement, Trust, trust_in
 from backpack_core.engine.active import Group
 from backpack_core.engine.backward import BackwardPass
 from backpack_operations.observer import PlanObserver
+from backpack_operations.plan import asked_of
 
 
 class Checks(PlanObserver):
@@ -53,7 +54,7 @@ class Checks(PlanObserver):
             run.survey.is_measured = not any(self._question)
             return
         is_due = self._is_always or not trust.is_enough()
-        run.survey.is_measured = is_due or run.context.asked not in trust.asked
+        run.survey.is_measured = is_due or asked_of(run.context) not in trust.asked
         if not is_due:
             return
         run.context.seen.add("measured")
@@ -81,4 +82,4 @@ class Checks(PlanObserver):
     def stored(self, run: BackwardPass) -> None:
         """Note what was asked for: nothing was refused by values."""
         if self.kept is not None:
-            self.kept.asked.add(run.context.asked)
+            self.kept.asked.add(asked_of(run.context))

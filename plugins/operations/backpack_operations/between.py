@@ -30,7 +30,7 @@ from backpack_operations.observer import Driver
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import note_owners
 from backpack_operations.paths import fault_in, nonlinear
-from backpack_operations.plan import plans
+from backpack_operations.plan import plans, tells_samples
 from backpack_operations.planning import Planning
 from backpack_operations.received import run_of
 from backpack_operations.recording import record
@@ -62,7 +62,7 @@ class Operations(Between[GraphSurvey]):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.survey = GraphSurvey(
-            beside=context.beside, tells_samples=context.tells_samples, told=context.told
+            beside=context.beside, tells_samples=tells_samples(context), told=context.told
         )
         self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
@@ -203,6 +203,7 @@ class Operations(Between[GraphSurvey]):
             self.visit(run, site, grads, changed_by)
         else:
             self.driver.reach(run, site, grads, changed_by)
+            run.conclude(site, grads[site.edge.output_nr])
 
     def visit(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from backpack_core.contract.observer import Grads, Observer
-from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.backward import BackwardPass, Hooked
 from backpack_operations.plan import Planned
 from backpack_operations.structure import Structure
 
@@ -33,6 +33,8 @@ class Driver(ABC):
     @abstractmethod
     def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
         """Called when autograd reaches an output, instead of ``Operations.visit``.
+
+        Observers, such as ``extension_hook``, look at the output afterwards.
 
         Args:
             run: The pass.
@@ -100,5 +102,6 @@ def of_plans(run: BackwardPass) -> list[PlanObserver]:
 
 
 def looks_at_visits(run: BackwardPass) -> bool:
-    """Whether any observer of a pass must see the visits of the engine."""
-    return any(not isinstance(o, PlanObserver) or o.needs_visits for o in run.observers)
+    """Whether any observer must see the engine's visits; ``extension_hook`` sees results only."""
+    others = [observer for observer in run.observers if not isinstance(observer, Hooked)]
+    return any(not isinstance(o, PlanObserver) or o.needs_visits for o in others)

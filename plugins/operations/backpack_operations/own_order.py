@@ -81,6 +81,7 @@ def _alone(
             run.visit(site, gradient, None)
         else:
             driver.reach(run, site, [None] * site.edge.output_nr + [gradient], None)
+            run.conclude(site, gradient)
 
     with torch.no_grad(), without_autocast():
         yield visit

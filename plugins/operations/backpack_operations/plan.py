@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
+from backpack_core.engine.active import Context
 from backpack_core.graph import Trained, Use
 from backpack_core.record.call import Call
 from backpack_core.record.models import owner_of
@@ -139,6 +140,19 @@ class Planned:
                     uses[id(own)] = Use(own, call, name, 1)
                 else:
                     use.count, survey.is_shared = use.count + 1, True
+
+
+def tells_samples(context: Context) -> bool:
+    """Whether any result tells samples apart, and is not only a sum over them."""
+    return any(e.propagator.per_sample and not e.sums_samples for e in context.extensions)
+
+
+def asked_of(context: Context) -> tuple[object, ...]:
+    """What plans depend on, besides the graph."""
+    return tells_samples(context), *[
+        (type(e), e.fail_mode, e.propagator, e.needs_normalisers, bool(e.carriers))
+        for e in context.extensions
+    ]
 
 
 class Plans:

@@ -18,7 +18,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_operations.noted import Unplanned
 from backpack_operations.observer import of_plans
-from backpack_operations.plan import Plan, Planned, plans
+from backpack_operations.plan import Plan, Planned, asked_of, plans
 from backpack_operations.planned import PlannedFacts, fill
 from backpack_operations.structure import Structure
 
@@ -48,9 +48,9 @@ class Planning(CorePlanning):
         except Unplanned as why:
             self._context.history[f"surveyed: {why}"] += 1
 
-    @property
+    @cached_property
     def _asked(self) -> tuple[object, ...]:
-        return registry.generation, self._context.asked
+        return registry.generation, asked_of(self._context)
 
     @cached_property
     def _known(self) -> Planned | None:
@@ -78,7 +78,7 @@ class Planning(CorePlanning):
         self._context.history["planned before"] += 1
         drivers = [observer.drive(run, known, structure) for observer in observers]
         driver = next((driver for driver in drivers if driver is not None), None)
-        between.driver = driver
+        between.driver, run.concludes = driver, driver is None
         between.driven = None if driver is None else driver.outputs
         survey.sites, survey.batch_size = structure.sites, known.batch_size
         if between.driven is None or any(observer.needs_survey for observer in observers):
