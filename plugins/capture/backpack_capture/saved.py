@@ -18,16 +18,26 @@ _INSIDE: Final = 100  # most nodes of a call to look at
 
 
 def looked_up(node: Any, name: str) -> Any:
-    """Something that a node has saved; ``None`` if torch says that it was changed, or freed."""
+    """Something that a node has saved; ``None`` if torch says that it was changed, or freed.
+
+    ``"_saved_indices[1]"`` is an item of a list.
+    """
+    name, _, item = name.partition("[")
     try:
-        return getattr(node, name)
+        value = getattr(node, name)
     except RuntimeError:
         return None
+    return value[int(item[:-1])] if item else value
 
 
 def names_of(node: Node) -> list[str]:
     """The names of what a node has saved, except for shapes, which a structure has."""
-    return [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+    names = [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+    lists = [(name, saved) for name in names if isinstance(saved := looked_up(node, name), tuple)]
+    tensors = [
+        (name, i) for name, saved in lists for i, v in enumerate(saved) if isinstance(v, Tensor)
+    ]
+    return [*names, *[f"{name}[{i}]" for name, i in tensors]]
 
 
 def setting_of(node: Node, name: str) -> Any:

@@ -7,7 +7,7 @@ data (``data.py``), go through operations (``sample_ids.py``), and past calls as
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -165,7 +165,7 @@ class CarriedIds:
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
         beside |= self._overruled(node, output_nr, operand_ids)
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
-        note = self._note_read
+        note = partial(self._survey.read_at.setdefault, (node, output_nr))
         return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
 
     def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
@@ -180,9 +180,6 @@ class CarriedIds:
             self._guessed.add((node, output_nr))
         is_alike = nodes.operation_of(node) in nodes.ELEMENTWISE
         return {i for i, ids in guessed.items() if is_alike and ids.shape in told}
-
-    def _note_read(self) -> None:
-        self._survey.are_by_values = True
 
     def _or_told(self, output: NodeOutput, ids: SampleIds | None) -> SampleIds | None:
         """The ids, or else the rows of the user's index, if these are as many.

@@ -194,6 +194,12 @@ class Owners:
     def _moves(self, node: Node) -> bool:
         """Whether an operation may put other rows on axis 0."""
         operation, size = nodes.operation_of(node), self._survey.batch_size
+        if operation in nodes.SCATTERS:  # rows are written to where an index says
+            is_inside = hasattr(node, "_saved_dim") and nodes.axes_of(node)[0] % len(
+                nodes.lengths_of(node, 0) or (1,)
+            )
+            written = [child for child, _ in node.next_functions[1:] if child is not None]
+            return not (is_inside or all(map(self.ids.is_without_samples, written)))
         child, output_nr = node.next_functions[0] if operation in nodes.MOVES else (None, 0)
         if child is None or not size or nodes.keeps_rows(node, 0, 0):
             return False

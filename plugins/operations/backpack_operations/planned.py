@@ -253,12 +253,14 @@ class PlannedFacts(NamedTuple):
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         uses: How operations use parameters; ``None`` if modules with rules use all of them.
         looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
+        read: Sample ids that values of an index told, at outputs of operations.
         insides: The operations inside of opened calls that have a rule, by number of the site.
     """
 
     alignment: PlannedAlignment | None
     uses: PlannedUses | None
     looked_at: tuple[tuple[int, ByValue], ...]
+    read: tuple[tuple[int, ByValue], ...]
     insides: tuple[tuple[int, Inside], ...]
 
     @classmethod
@@ -276,26 +278,37 @@ class PlannedFacts(NamedTuple):
         if not survey.looked_at.keys() <= number.keys():
             raise Unplanned("data meet parameters inside a module")
         looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
+        outputs, known = structure.places, survey.sample_ids
+        if not survey.read_at.keys() <= outputs.keys():
+            raise Unplanned("an index inside of a module says which rows are whose")
+        read = [(outputs[output], ByValue(known[output])) for output in survey.read_at]
         insides = [
             (n, inside_of(site))
             for n, site in enumerate(structure.sites.values())
             if site.call in survey.opened and not site.call.rule.transparent
         ]
-        if alignment is None and uses is None and not (looked_at or insides):
+        if alignment is None and uses is None and not (looked_at or read or insides):
             return None
-        return cls(alignment, uses, tuple(looked_at), tuple(insides))
+        return cls(alignment, uses, tuple(looked_at), tuple(read), tuple(insides))
 
     def hold(self, batch_size: int, structure: Structure) -> bool:
-        """Whether values of data tell the same ids, and opened calls have the same operations."""
+        """Whether values tell the same sample ids, and opened calls have the same operations."""
         sites = [*structure.sites.values()]
         if any(inside_of(sites[n]) != planned for n, planned in self.insides):
             return False
-        if not self.looked_at:
+        if not (self.looked_at or self.read):
             return True
         survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
         survey.received = dict.fromkeys(structure.sites, batch_size)
         ids, between = Owners(survey).ids, [*structure.between]
-        return all(ByValue(ids.of_data_at(between[n])) == told for n, told in self.looked_at)
+        if any(ByValue(ids.of_data_at(between[n])) != told for n, told in self.looked_at):
+            return False
+        survey.alignment.batch_size = batch_size
+        if self.alignment is not None:
+            self.alignment.fill(survey, structure)
+            survey.sample_ids = {}  # those of the earlier pass
+        ids, outputs = Owners(survey).ids, [*structure.places]
+        return all(ByValue(ids.at(outputs[n])) == told for n, told in self.read)
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill in the survey of another graph of the same structure."""

@@ -62,7 +62,8 @@ class Planning(CorePlanning):
         facts = known.plan.facts
         if facts is None or facts.hold(known.batch_size, structure):
             return known
-        self._context.history["surveyed: data, or operations inside of a module, differ"] += 1
+        why = "data, indices, or operations inside of a module differ"
+        self._context.history[f"surveyed: {why}"] += 1
         self.structure = None
         return None
 

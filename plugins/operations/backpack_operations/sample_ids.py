@@ -44,7 +44,7 @@ def through_node(
     operand_ids: OperandIds,
     rows: Tensor,
     is_readable: bool,
-    note_read: Callable[[], None],
+    note_read: Callable[[], object],
 ) -> SampleIds | None:
     """The ids at an output of an operation; ``None`` if unknown, as where samples may meet.
 

@@ -81,7 +81,8 @@ class GraphSurvey(Survey):
         sample_ids: The sample of each entry of a tensor, where it was asked for; see ``owners.py``.
         are_moved: Whether any tensor may have its rows in another order than the model's
             input; ``None`` before it was asked for.
-        are_by_values: Whether values of tensors, such as an index, say that rows are moved.
+        are_by_values: Whether values of data say that rows are moved.
+        read_at: Outputs of operations at which other values, such as an index, tell sample ids.
         looked_at: By an operation of parameters and data, the sample ids that the data told.
         unclear: Calls that received rows picked from the data, of unknown samples.
         values_read: Whether values of tensors were compared to find the samples.
@@ -115,6 +116,7 @@ class GraphSurvey(Survey):
     sample_ids: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
     are_by_values: bool = False
+    read_at: dict[tuple[Node, int], None] = field(default_factory=dict)
     looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     values_read: bool = False
@@ -128,7 +130,10 @@ class GraphSurvey(Survey):
         """
         reasons = {
             "numbers in tensors were read to tell where samples are": self.values_read,
-            "indices or data say which rows are whose": bool(self.are_moved and self.are_by_values),
+            "data say which rows are whose": bool(self.are_moved and self.are_by_values),
+            "indices say which rows are whose, and so does samples=": bool(
+                self.read_at and self.is_told
+            ),
             "a part of the rows is known": bool(self.call_rows),
             "samples lie on another axis": self.is_declared or any(self.axes.values()),
             "each item of a list is a sample's": self.depth is not None,

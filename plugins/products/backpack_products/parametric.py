@@ -10,9 +10,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from reprlib import repr as abridged
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.rules import LayerRule, expect
@@ -23,11 +25,14 @@ from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, InRuns, OwnedColumns
 from backpack_products.derivatives import SecondOrderRule
 from backpack_products.operations import dense
-from backpack_products.product import DenseProduct, SampleProduct, regrouped
+from backpack_products.product import SHARED_ROWS, DenseProduct, SampleProduct, regrouped
 from backpack_products.regrouping import of_owners
 from backpack_products.rows import Rows
 from backpack_products.some_samples import subsample
 from backpack_products.transposition import transpose
+
+# By module: see SHARED_ROWS.
+_shared_rows: WeakKeyDictionary[Module, set[tuple[int, int]]] = WeakKeyDictionary()
 
 
 @base
@@ -114,6 +119,7 @@ class ParametricRule(SecondOrderRule):
             return [p if p.samples == n else regrouped(p, p.columns, n, {}) for p in of_rows]
         count, samples = columns.mat.shape[:2]
         products = self.param_products(view, names, columns.flat)
+        view.call_cache[SHARED_ROWS] = _shared_rows.setdefault(view.call.module, set())
         return [regrouped(product, count, samples, view.call_cache) for product in products]
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:

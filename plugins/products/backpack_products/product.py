@@ -28,7 +28,7 @@ from itertools import accumulate
 from itertools import product as pairs
 from math import prod
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -280,6 +280,9 @@ class ComputedProduct(SampleProduct):
         return DenseProduct(values).placed_as(self)
 
 
+SHARED_ROWS: Final = "shared rows"
+
+
 @OpenFunction
 def regrouped(
     product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
@@ -290,7 +293,9 @@ def regrouped(
         product: The product of the rule.
         columns: ``V``.
         samples: ``N``.
-        kept: ``view.call_cache`` of the call; the rows that samples reach are noted there.
+        kept: ``view.call_cache`` of the call; the rows that samples reach are noted there. Under
+            ``SHARED_ROWS`` it may have a set, for the numbers of samples and rows of calls whose
+            rows several samples reach.
 
     Returns:
         The sum over ``B``, in the same form if possible.

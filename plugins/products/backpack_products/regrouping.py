@@ -2,7 +2,9 @@
 
 A rule treats the entries of axis 0 as samples. If they are not, they are positions: either several
 belong to each sample (windows of an image), or all samples share them (rows of a table), and
-columns are kept apart. The zeros in the columns tell which.
+columns are kept apart. The zeros in the columns tell which. Rows that samples shared in an earlier
+pass are taken for shared without another look, which would wait for the values: that form is right
+for any rows, but takes longer if each belongs to one sample.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.factors import FactorProduct
 from backpack_products.open_functions import OpenFunction
 from backpack_products.owned import OwnedAffine, gathered
-from backpack_products.product import DenseProduct, SampleProduct, regrouped
+from backpack_products.product import SHARED_ROWS, DenseProduct, SampleProduct, regrouped
 
 
 @regrouped.register
@@ -35,18 +37,21 @@ def _regrouped_factors(
     if not is_apart:
         rows = None if whole is None else whole.unflatten(0, (samples, count))
         return product.with_factors(out, rows, None)
-    reached = _reached(out, kept)
-    layout = _layout(reached)
-    if layout is not None:
-        before, after = layout
-        own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
-        if whole is not None:
-            whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
-        return product.with_factors(own.movedim(-1, 1).flatten(2, 3), whole, None)
-    if samples > 1 and bool((reached.sum(0) == 1).all()):  # each row belongs to one sample
-        own = out[:, reached.int().argmax(0), torch.arange(count)].unsqueeze(2)
-        rows = None if whole is None else whole.unsqueeze(1)
-        return of_owners(product.with_factors(own, rows, None), reached.to(out.device))
+    shared, form = kept.get(SHARED_ROWS, set()), (samples, count)
+    if form not in shared:
+        reached = _reached(out, kept)
+        layout = _layout(reached)
+        if layout is not None:
+            before, after = layout
+            own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
+            if whole is not None:
+                whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
+            return product.with_factors(own.movedim(-1, 1).flatten(2, 3), whole, None)
+        if samples > 1 and bool((reached.sum(0) == 1).all()):  # each row belongs to one sample
+            own = out[:, reached.int().argmax(0), torch.arange(count)].unsqueeze(2)
+            rows = None if whole is None else whole.unsqueeze(1)
+            return of_owners(product.with_factors(own, rows, None), reached.to(out.device))
+        shared.add(form)
     rows = None if whole is None else whole.expand(samples, *whole.shape)
     return product.with_factors(out, rows, None)
 
