@@ -6,7 +6,6 @@ formed tensor. The products of offsets and gains are small, so these are formed.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from backpack_products.affine import AffineProduct
@@ -15,7 +14,6 @@ from backpack_products.operations import as_formed, is_formed
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct, sum_of
 from backpack_products.rows import whole
 from backpack_products.scale import ScaleProduct
-from backpack_products.values import is_same_memory
 
 
 def plain_terms(product: SampleProduct) -> list[SampleProduct]:
@@ -59,7 +57,7 @@ def _plain_affine(product: AffineProduct) -> SampleProduct:
     inp = product.inp
     if inp is None:
         return DenseProduct(_formed(product))
-    if product.arrange is not None and not _is_in_order(product):
+    if not product.is_in_order:
         # Stored with inputs first: the factors take each other's place.
         if product.sizes[0] > 1 or not _is_turned(product):
             return product
@@ -74,37 +72,9 @@ def _formed(product: SampleProduct) -> Tensor:
     return product.part(slice(0, product.columns), slice(0, product.samples))
 
 
-def _is_in_order(product: AffineProduct) -> bool:
-    """Whether a weight's entries are in the order of the factors."""
-    blank, seen = _arranged(product)
-    if is_same_memory(seen, blank) and seen.is_contiguous():
-        return True
-    return not _is_view(blank, seen) and _has_order(product, torch.Tensor.flatten)
-
-
 def _is_turned(product: AffineProduct) -> bool:
     """Whether a weight is a transposed matrix of the factors."""
-    blank, seen = _arranged(product)
     _, features, size = product.sizes
-    if _is_view(blank, seen):
+    if (seen := product.arranged_view()) is not None:
         return seen.shape == (size, features) and seen.stride() == (1, size)
-    return _has_order(product, lambda numbers: numbers.mT.flatten())
-
-
-def _arranged(product: AffineProduct) -> tuple[Tensor, Tensor]:
-    """Memory in the layout of the factors, and what the arrangement makes of it."""
-    blank = torch.empty(product.sizes, dtype=torch.int8, device=product.like.device)
-    return blank, product.to_parameter(blank)
-
-
-def _is_view(blank: Tensor, seen: Tensor) -> bool:
-    return blank.numel() > 0 and is_same_memory(seen, blank)
-
-
-def _has_order(product: AffineProduct, order: object) -> bool:
-    """Whether the entries have an order; on the device of the factors, as arrangements may be."""
-    if product.shape.numel() != torch.Size(product.sizes).numel():
-        return False
-    numbers = torch.arange(product.shape.numel(), device=product.like.device)
-    numbers = numbers.reshape(product.sizes)
-    return torch.equal(product.to_parameter(numbers).flatten(), order(numbers))  # type: ignore[operator]
+    return product.has_order(lambda numbers: numbers.mT)

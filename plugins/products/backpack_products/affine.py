@@ -26,6 +26,7 @@ from backpack_products.operations import (
 )
 from backpack_products.product import DenseProduct, Piece, SampleProduct, misfit
 from backpack_products.rows import JoinedRows, Rows
+from backpack_products.values import is_same_memory
 
 R = TypeVar("R")
 
@@ -106,6 +107,30 @@ class AffineProduct(FactorProduct):
             return self.arrange(mat)
         width = 2 if self.inp is None else 3
         return mat.reshape(*mat.shape[:-width], *self.shape)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the entries of the parameter are in the order of the factors."""
+        if self.arrange is None:
+            return True
+        seen = self.arranged_view()
+        return self.has_order(lambda numbers: numbers) if seen is None else seen.is_contiguous()
+
+    def arranged_view(self) -> Tensor | None:
+        """What the arrangement makes of memory in the layout of the factors, if that is a view.
+
+        Its strides tell the order of the entries without a look at values.
+        """
+        blank = torch.empty(self.sizes, dtype=torch.int8, device=self.like.device)
+        seen = self.to_parameter(blank)
+        return seen if blank.numel() and is_same_memory(seen, blank) else None
+
+    def has_order(self, order: Callable[[Tensor], Tensor]) -> bool:
+        """Whether the entries have the order of a function; reads values."""
+        if self.shape.numel() != torch.Size(self.sizes).numel():
+            return False
+        numbers = torch.arange(self.shape.numel(), device=self.like.device).reshape(self.sizes)
+        return torch.equal(self.to_parameter(numbers).flatten(), order(numbers).flatten())
 
     def whole(self) -> Tensor:
         """``M`` for all columns and samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -310,16 +310,11 @@ def input_covariance(
 
 def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
-    if product.arrange is None:
+    if product.is_in_order:
         return ParameterOrder.of(product)
-
-    def found(device: Any) -> Tensor:
-        numbers = torch.arange(product.shape.numel(), device=device)
-        return product.to_parameter(numbers.reshape(product.sizes)).flatten()
-
-    # On the host, so that nothing waits for a device.
-    is_plain = torch.equal(found("cpu"), torch.arange(product.shape.numel(), device="cpu"))
-    return ParameterOrder.of(product, None if is_plain else found(product.like.device).argsort())
+    numbers = torch.arange(product.shape.numel(), device=product.like.device)
+    found = product.to_parameter(numbers.reshape(product.sizes)).flatten()
+    return ParameterOrder.of(product, torch.empty_like(found).scatter_(0, found, numbers))
 
 
 def weight_of(product: SampleProduct) -> Number:
