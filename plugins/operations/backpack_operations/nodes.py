@@ -57,6 +57,8 @@ MOVES = TURNS | GATHERS | PICKS | {"Stack", "Cat", "Flip", "Roll", "Repeat", "Ex
 MOVES |= {"SelectBackward", "SliceBackward"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
+# Their formula returns the gradient itself. No operator in torch's database makes such a node.
+_IDENTITIES = {"Alias"}
 _LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
 # The position of the factor whose rows are those of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
@@ -321,7 +323,7 @@ def is_linear(node: Node, varying: Container[Node] | None = None) -> bool:
 
 def is_vmap_exact(node: Node) -> bool:
     """Whether vmap is known to give what a loop gives for this type of node."""
-    return type(node) in _exact_under_vmap()
+    return type(node) in _exact_under_vmap() or operation_of(node) in _IDENTITIES
 
 
 @cache

@@ -228,9 +228,20 @@ def note_owners(survey: GraphSurvey, propagators: Iterable[Propagator]) -> None:
     They are noted where samples have several rows, and their samples are known.
     """
     if any(propagator.subsampling is not None for propagator in propagators):
-        losses = [site for site in survey.alignment.faults if site[0].rule.is_loss]
-        owners = {site: owners_at(survey, site[0]) for site in losses}
+        owners = {site: rows_at_loss(survey, site) for site in losses_with_rows(survey)}
         survey.loss_owners = {site: rows for site, rows in owners.items() if rows is not None}
+
+
+def losses_with_rows(survey: GraphSurvey) -> list[tuple[Call, int]]:
+    """The losses that received several rows of each sample."""
+    return [site for site in survey.alignment.faults if site[0].rule.is_loss]
+
+
+def rows_at_loss(survey: GraphSurvey, site: tuple[Call, int]) -> Tensor | None:
+    """:func:`owners_at`, found once in a pass, or known from a plan."""
+    if site not in survey.loss_rows:
+        survey.loss_rows[site] = owners_at(survey, site[0])
+    return survey.loss_rows[site]
 
 
 def owners_at(survey: GraphSurvey, loss: Call) -> Tensor | None:

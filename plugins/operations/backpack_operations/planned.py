@@ -21,7 +21,7 @@ from backpack_core.record.models import owner_of
 from backpack_operations import faults, nodes
 from backpack_operations.bare import add_leaves
 from backpack_operations.noted import Unplanned
-from backpack_operations.owners import Owners, note_owners
+from backpack_operations.owners import Owners, losses_with_rows, note_owners, rows_at_loss
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.plan import model_of, plans, trained_by
@@ -254,6 +254,7 @@ class PlannedFacts(NamedTuple):
         uses: How operations use parameters; ``None`` if modules with rules use all of them.
         looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
         read: Sample ids that values of an index told, at outputs of operations.
+        losses: The sample of each row that a loss received, if columns are split there.
         insides: The operations inside of opened calls that have a rule, by number of the site.
     """
 
@@ -261,11 +262,17 @@ class PlannedFacts(NamedTuple):
     uses: PlannedUses | None
     looked_at: tuple[tuple[int, ByValue], ...]
     read: tuple[tuple[int, ByValue], ...]
+    losses: tuple[tuple[int, ByValue], ...]
     insides: tuple[tuple[int, Inside], ...]
 
     @classmethod
-    def of(cls, survey: GraphSurvey, structure: Structure) -> PlannedFacts | None:
+    def of(cls, survey: GraphSurvey, structure: Structure, travels: bool) -> PlannedFacts | None:
         """Where samples lie, and how operations use parameters.
+
+        Args:
+            survey: What was found out.
+            structure: The structure of the graph.
+            travels: Whether any quantity is sent, besides autograd's own gradient.
 
         Raises:
             Unplanned: It depends on more than the structure.
@@ -278,6 +285,8 @@ class PlannedFacts(NamedTuple):
         if not survey.looked_at.keys() <= number.keys():
             raise Unplanned("data meet parameters inside a module")
         looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
+        losses = losses_with_rows(survey) if travels else []
+        rows = {site: ByValue(rows_at_loss(survey, site)) for site in losses}
         outputs, known = structure.places, survey.sample_ids
         if not survey.read_at.keys() <= outputs.keys():
             raise Unplanned("an index inside of a module says which rows are whose")
@@ -289,7 +298,9 @@ class PlannedFacts(NamedTuple):
         ]
         if alignment is None and uses is None and not (looked_at or read or insides):
             return None
-        return cls(alignment, uses, tuple(looked_at), tuple(read), tuple(insides))
+        places = {site: n for n, site in enumerate(structure.sites)}
+        at_losses = tuple([(places[site], owners) for site, owners in rows.items()])
+        return cls(alignment, uses, tuple(looked_at), tuple(read), at_losses, tuple(insides))
 
     def hold(self, batch_size: int, structure: Structure) -> bool:
         """Whether values tell the same sample ids, and opened calls have the same operations."""
@@ -316,6 +327,8 @@ class PlannedFacts(NamedTuple):
             self.alignment.fill(survey, structure)
         if self.uses is not None:
             self.uses.fill(survey, structure)
+        sites = [*structure.sites]
+        survey.loss_rows = {sites[n]: owners.tensor for n, owners in self.losses}
         add_leaves(survey)
 
 

@@ -101,8 +101,8 @@ class Planning(CorePlanning):
         if self.structure is None or not survey.uses:
             return
         try:
-            facts = PlannedFacts.of(survey, self.structure)
             travels = any(group.propagator.travels for group in self._context.groups)
+            facts = PlannedFacts.of(survey, self.structure, travels)
             plan = Plan.of(survey, self.structure, facts, travels)
         except Unplanned as why:
             history[f"surveyed: {why}"] += 1

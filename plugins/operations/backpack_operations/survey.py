@@ -78,6 +78,7 @@ class GraphSurvey(Survey):
         between: The nodes between calls, each with its region, in the order of the walk.
         loss_owners: The sample of each row that a loss received, where samples have several rows
             and ``subsampling`` chooses some samples.
+        loss_rows: The same for all samples, where columns were split by row; ``None`` if unknown.
         sample_ids: The sample of each entry of a tensor, where it was asked for; see ``owners.py``.
         are_moved: Whether any tensor may have its rows in another order than the model's
             input; ``None`` before it was asked for.
@@ -113,6 +114,7 @@ class GraphSurvey(Survey):
     uses_inside: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     between: dict[tuple[Node, Region], None] = field(default_factory=dict)
     loss_owners: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
+    loss_rows: dict[tuple[Call, int], Tensor | None] = field(default_factory=dict)
     sample_ids: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
     are_by_values: bool = False
@@ -261,7 +263,8 @@ class GraphSurvey(Survey):
         """The tensors that the plan of a pass determines."""
         known = [*self.alignment.owned.values(), *self.loss_owners.values()]
         known += [] if self.told is None else [self.told.rows]
-        return known + [ids for ids in self.sample_ids.values() if ids is not None]
+        others = [*self.loss_rows.values(), *self.sample_ids.values()]
+        return known + [ids for ids in others if ids is not None]
 
     def fit_told(self) -> None:
         """Fit the index that the user gave to what models received.

@@ -26,7 +26,7 @@ from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
 from backpack_operations.carrier import carrier_of, values_of
 from backpack_operations.inside import Later, read_here
-from backpack_operations.owners import owners_at
+from backpack_operations.owners import rows_at_loss
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
@@ -50,7 +50,7 @@ class GraphTraversal(StraightTraversal):
         if view.positions > 1 and site.call.rule.is_loss and propagator.travels:
             if (chosen := propagator.subsampling) is not None:
                 return propagator.split_positions(quantity, view.owners, len(chosen))
-            owners = owners_at(self.survey, site.call)
+            owners = rows_at_loss(self.survey, site[:2])
             return propagator.split_positions(quantity, owners, self.survey.batch_size)
         return quantity
 
