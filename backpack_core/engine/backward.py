@@ -174,12 +174,13 @@ class BackwardPass:
         may_narrow: Whether autograd may do less: it adds to ``.grad``, and no root is a leaf.
         is_differentiable: Whether gradients get a graph of their own.
         only_reads: Whether calls without parameters need no visit; see :meth:`passes_by`.
-        concludes: Whether :meth:`visit` calls :meth:`conclude`; otherwise, a library does.
+        is_driven: Whether a library makes the visits, and calls :meth:`precede` and
+            :meth:`conclude` around each; otherwise, :meth:`visit` does the same.
     """
 
     # A library derives a class for passes inside of others, and for those that were not announced.
-    is_outermost = is_whole = clears = concludes = True
-    is_part = False
+    is_outermost = is_whole = clears = True
+    is_part = is_driven = False
 
     def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
         """Find out about the graph, before autograd goes anywhere.
@@ -308,7 +309,7 @@ class BackwardPass:
             self._look_around([site.edge])
         view = self.view(site, grad)
         self.is_differentiable = view.is_differentiable
-        for look in self._before:
+        for look in () if self.is_driven else self._before:
             look(view)
         if is_asked:
             if changed_by is not None and context.is_curvature:
@@ -316,8 +317,15 @@ class BackwardPass:
             self._check(view)
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
-        if self.concludes:
+        if not self.is_driven:
             self.conclude(site, grad)
+
+    def precede(self, site: Site, grad: Tensor | None) -> None:
+        """Let observers look at an output before its visit."""
+        if self._before:
+            view = self.view(site, grad, {})  # what they compute is no part of the visit
+            for look in self._before:
+                look(view)
 
     def conclude(self, site: Site, grad: Tensor | None) -> None:
         """Let observers look at a visited output, and let go of the call."""
@@ -343,12 +351,13 @@ class BackwardPass:
             place(error, view, needing[0] if is_divided else None)
             raise
 
-    def view(self, site: Site, grad: Tensor | None) -> View:
-        """What rules see at an output."""
+    def view(self, site: Site, grad: Tensor | None, kept: CallCaches | None = None) -> View:
+        """What rules see at an output; ``kept`` is what was computed from calls alone."""
         is_reached = grad is not None or self.is_alone
         if not is_reached:
             grad = torch.zeros_like(site.call.stored.outputs[site.index])
-        view = self.visiting = self.survey.view(site, self._kept, grad)
+        view = self.survey.view(site, self._kept if kept is None else kept, grad)
+        self.visiting = view
         view.is_reached = is_reached
         return view
 

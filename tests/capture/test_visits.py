@@ -24,10 +24,12 @@ from backpack_capture.nested import Apart
 from backpack_core import backpack, extend
 from backpack_core.contract import bases
 from backpack_core.contract.observer import Observer
+from backpack_core.contract.rules import normaliser_of
 from backpack_core.engine import backward
 from backpack_core.errors import BackpackError, OverwrittenInputError, PluginCodeError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from backpack_core.record.call import live_calls
+from backpack_core.record.view import View
 from backpack_products import multiply
 from backpack_products._torch import onednn_linear
 from tests.capture.nets import NETS
@@ -143,6 +145,42 @@ class Changing:
                 self.seen.append(tensor.clone())
                 if tensor.is_floating_point():
                     tensor.mul_(-3.0)
+
+
+class Seeing:
+    """An ``observer`` that notes what views show."""
+
+    def __init__(self) -> None:
+        self.seen = list[Any]()
+
+    def __call__(self, view: View) -> None:
+        number = normaliser_of(view) if view.call.rule.is_loss else None
+        self.seen += [view.path, view.samples, view.positions, view.output_shape, number]
+        self.seen += [t.detach() for t in (view.output, *view.stored.inputs)]
+        self.seen += [view.grad_output]
+
+
+@pytest.mark.parametrize("gradient", ["autograd", "skipped"])
+@pytest.mark.parametrize("extension", ["some", "DiagGGNExact", "DiagGGNMC", "KFAC", "clipped"])
+@pytest.mark.parametrize("net", sorted(NETS))
+def test_observers_are_called(net: str, extension: str, gradient: str) -> None:
+    """Before each visit, with the engine's view; what they compute is not recorded."""
+    torch.manual_seed(0)
+    model, make = NETS[net].make(), EXTENSIONS[extension]
+    ours, right, options = Twin(copy.deepcopy(model)), Twin(model), {"check": "never"}
+    for _ in range(PASSES):
+        batch, seeing = NETS[net].draw(4), [Seeing(), Seeing()]
+        options |= {"gradient": gradient}
+        try:
+            with by_the_engine():
+                expected = right.step(batch, make(), observer=seeing[1], **options)
+        except BackpackError:
+            pytest.skip("it does not exist for this net")
+        found = ours.step(batch, make(), observer=seeing[0], **options)
+        assert not differs([found, seeing[0].seen], [expected, seeing[1].seen])
+    assert seeing[0].seen
+    is_hidden = net == "slopes" and "Exact" in extension
+    assert ours.repeated > 2 or is_hidden
 
 
 @pytest.mark.parametrize("extension", ["BatchL2Grad", "some", "DiagGGNExact", "KFAC", "clipped"])
@@ -550,7 +588,6 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"observer": lambda view: None},
         {"check": "always"},
         {"gradient": "shared"},
         {"debug": True},

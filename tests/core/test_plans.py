@@ -389,14 +389,18 @@ def test_runs_on_parts_of_one_batch(is_model: bool) -> None:
 
 
 def test_rows_that_an_index_picks_are_looked_at_each_time() -> None:
-    model = _model()
-    order = torch.tensor([2, 0, 1])
-    back = order.argsort()
-    model.between = lambda h: h[order].tanh()[back] if len(h) == SAMPLES else h.tanh()
+    model, orders = _model(), [torch.tensor([2, 0, 1])]
+    model.between = lambda h: (
+        h[orders[0]].tanh()[orders[0].argsort()] if len(h) == SAMPLES else h.tanh()
+    )
     for _ in range(BEFORE):
         how, inputs = _step(model)
         _see_right(model, inputs)
-    assert how.startswith("surveyed: indices")
+    assert how.startswith("planned before")
+    orders[0] = torch.tensor([1, 2, 0])
+    how, inputs = _step(model)
+    _see_right(model, inputs)
+    assert how.startswith("surveyed: data, indices")
 
 
 def test_an_index_that_is_set_anew() -> None:

@@ -129,15 +129,16 @@ class Entry:
     Attributes:
         form: The settings.
         is_alone: Whether the passes run without autograd, in our own order.
-        is_hooked: Whether they have an ``extension_hook``, which needs a visit at every module.
+        is_shown: Whether they have an ``extension_hook`` or an ``observer``, which need a visit at
+            every module.
         passes: How many passes have run.
         uses: How many of them used the recording.
         recorded: The recording, if one was made.
         refusal: Why none will be made; empty otherwise.
     """
 
-    def __init__(self, extensions: Sequence[Extension], is_alone: bool, is_hooked: bool) -> None:
-        self.is_alone, self.is_hooked = is_alone, is_hooked
+    def __init__(self, extensions: Sequence[Extension], is_alone: bool, is_shown: bool) -> None:
+        self.is_alone, self.is_shown = is_alone, is_shown
         self.form = [(type(extension), {**vars(extension)}) for extension in extensions]
         self.passes = self.uses = 0
         self.recorded: Recorded | None = None

@@ -41,7 +41,8 @@ class Visits(PlanObserver):
         is_hooked = run.context.extension_hook is not None
         if is_hooked and planned.plan.facts is not None:  # it waits for operations of parameters
             return None
-        entry = _entry(planned, run.context.extensions, is_alone, is_hooked)
+        is_shown = is_hooked or run.context.observer is not None
+        entry = _entry(planned, run.context.extensions, is_alone, is_shown)
         if entry is None or entry.refusal:
             return None
         entry.passes += 1
@@ -78,16 +79,16 @@ def _may_repeat(run: BackwardPass) -> bool:
 
 
 def _entry(
-    planned: Planned, extensions: Sequence[Any], is_alone: bool, is_hooked: bool
+    planned: Planned, extensions: Sequence[Any], is_alone: bool, is_shown: bool
 ) -> Entry | None:
     known: list[Entry] = planned.kept.setdefault(Visits, [])
-    kind = is_alone, is_hooked
-    alike = (entry for entry in known if (entry.is_alone, entry.is_hooked) == kind)
+    kind = is_alone, is_shown
+    alike = (entry for entry in known if (entry.is_alone, entry.is_shown) == kind)
     found = next((entry for entry in alike if entry.is_of(extensions)), None)
     if found is None:
         if any(map(_has_loose_settings, extensions)):
             return None
-        found = Entry(extensions, is_alone, is_hooked)
+        found = Entry(extensions, is_alone, is_shown)
         known.append(found)
         del known[:-MOST]
     return found

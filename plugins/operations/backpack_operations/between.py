@@ -202,8 +202,11 @@ class Operations(Between[GraphSurvey]):
         if self.driver is None or site[:2] not in self.survey.sites:
             self.visit(run, site, grads, changed_by)
         else:
+            grad = grads[site.edge.output_nr]
+            if self.context.observer is not None:
+                run.precede(site, grad)
             self.driver.reach(run, site, grads, changed_by)
-            run.conclude(site, grads[site.edge.output_nr])
+            run.conclude(site, grad)
 
     def visit(
         self,

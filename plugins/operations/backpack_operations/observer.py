@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from backpack_core.contract.observer import Grads, Observer
-from backpack_core.engine.backward import BackwardPass, Hooked
+from backpack_core.engine.backward import BackwardPass, Hooked, Shown
 from backpack_operations.plan import Planned
 from backpack_operations.structure import Structure
 
@@ -34,7 +34,7 @@ class Driver(ABC):
     def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
         """Called when autograd reaches an output, instead of ``Operations.visit``.
 
-        Observers, such as ``extension_hook``, look at the output afterwards.
+        Observers, such as ``extension_hook``, look at the output before and afterwards.
 
         Args:
             run: The pass.
@@ -102,6 +102,11 @@ def of_plans(run: BackwardPass) -> list[PlanObserver]:
 
 
 def looks_at_visits(run: BackwardPass) -> bool:
-    """Whether any observer must see the engine's visits; ``extension_hook`` sees results only."""
-    others = [observer for observer in run.observers if not isinstance(observer, Hooked)]
-    return any(not isinstance(o, PlanObserver) or o.needs_visits for o in others)
+    """Whether any observer must see the engine's visits.
+
+    The arguments ``observer`` and ``extension_hook`` are called before and after each visit,
+    whoever makes it.
+    """
+    others = [o for o in run.observers if not isinstance(o, (Hooked, Shown))]
+    needs_visits = any(not isinstance(o, PlanObserver) or o.needs_visits for o in others)
+    return needs_visits or run.context.debug

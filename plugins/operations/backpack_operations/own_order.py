@@ -80,6 +80,7 @@ def _alone(
         if driver is None:
             run.visit(site, gradient, None)
         else:
+            run.precede(site, gradient)
             driver.reach(run, site, [None] * site.edge.output_nr + [gradient], None)
             run.conclude(site, gradient)
 

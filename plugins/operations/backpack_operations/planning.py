@@ -79,10 +79,12 @@ class Planning(CorePlanning):
         self._context.history["planned before"] += 1
         drivers = [observer.drive(run, known, structure) for observer in observers]
         driver = next((driver for driver in drivers if driver is not None), None)
-        between.driver, run.concludes = driver, driver is None
+        between.driver, run.is_driven = driver, driver is not None
         between.driven = None if driver is None else driver.outputs
         survey.sites, survey.batch_size = structure.sites, known.batch_size
-        if between.driven is None or any(observer.needs_survey for observer in observers):
+        # Views of a visit have what was surveyed.
+        is_shown = run.context.observer is not None
+        if between.driven is None or is_shown or any(o.needs_survey for o in observers):
             known.fill(survey, structure)
             fill(survey, known.plan.facts, structure, run.context.propagators)
         if between.driven is None:
