@@ -288,7 +288,7 @@ class PlannedFacts(NamedTuple):
         losses = losses_with_rows(survey) if travels else []
         rows = {site: ByValue(rows_at_loss(survey, site)) for site in losses}
         outputs, known = structure.places, survey.sample_ids
-        if not survey.read_at.keys() <= outputs.keys():
+        if not survey.read_at.keys() <= outputs.keys() & known.keys():
             raise Unplanned("an index inside of a module says which rows are whose")
         read = [(outputs[output], ByValue(known[output])) for output in survey.read_at]
         insides = [
