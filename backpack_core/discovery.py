@@ -99,7 +99,7 @@ class Plugin:
     @property
     def package(self) -> str:
         """The top-level package or module of the entry point."""
-        return re.split("[.:]", self.value)[0].strip()
+        return self.value.partition(":")[0].partition(".")[0].strip()
 
     def find(self) -> Any:
         """Import the object that the entry point names.

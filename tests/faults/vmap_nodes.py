@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from backpack_core.record.nested import iter_tensors
-from backpack_operations._torch import node_type, quiet_vmap
+from backpack_operations._torch import node_type, vmapped
 from backpack_operations.nodes import vmap_nodes
 
 COLUMNS = 3
@@ -152,8 +152,7 @@ def _agrees(node: Any, numbers: list[int]) -> bool | None:
             mats = [m.movedim(0, -1).contiguous().movedim(-1, 0) for m in mats]
         try:
             singles = [call(*(mat[v] for mat in mats)) for v in range(COLUMNS)]
-            with quiet_vmap():
-                together = torch.vmap(call)(*mats)
+            together = vmapped(call, mats)
         except RuntimeError:
             continue
         looped = {i: torch.stack([single[i] for single in singles]) for i in singles[0]}

@@ -76,8 +76,10 @@ def _providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pr
         Installed providers, then others.
     """
     plugins = [*plugins]
-    for package in dict.fromkeys(plugin.package for plugin in plugins):
-        by_value = {plugin.value: plugin for plugin in plugins if plugin.package == package}
+    by_package: dict[str, dict[str, Plugin]] = {}
+    for plugin in plugins:
+        by_package.setdefault(plugin.package, {})[plugin.value] = plugin
+    for package, by_value in by_package.items():
         declared = {name: p.value for p in by_value.values() for name in (p.name, p.attribute)}
         declared |= declared_by(package)
         first = next(iter(by_value.values()))

@@ -19,7 +19,7 @@ from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
-from backpack_operations._torch import metadata_of, quiet_vmap, without_backward
+from backpack_operations._torch import metadata_of, vmapped, without_backward
 from backpack_operations.fused import fused_product
 from backpack_operations.nodes import NodeOutput
 from backpack_products.values import is_symbolic, largest, rounding_unit
@@ -177,14 +177,12 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
         zeros = formula(*(m.new_zeros(m.shape[1:]) for m in mats))
         return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
     try:
-        with quiet_vmap():
-            result: Mats = torch.vmap(formula)(*mats)
+        return vmapped(formula, mats)
     except (BridgeError, CheckpointError):
         raise  # a loop would call a checkpoint again, which recomputes only once
     except RuntimeError:
         # Some formulas, and most Python autograd.Functions, cannot be batched: a loop is exact.
         return _one_by_one(formula, mats)
-    return result
 
 
 def _checked(formula: Formula, mats: list[Tensor]) -> Mats:

@@ -65,6 +65,8 @@ def _takes(extension: Extension, view: View) -> bool:
     )
     if leaves_out(extension, (kind, type(extension)), text):
         return False
+    if (kind,) in errors.warned:
+        return True  # plugins declare what they provide in files, which takes long to read
     errors.warn_once(
         (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are read where "
