@@ -30,6 +30,7 @@ from backpack_capture.views import with_direct_views
 from backpack_capture.visited import (
     Entry,
     Number,
+    Place,
     Recorded,
     Result,
     Slot,
@@ -44,6 +45,7 @@ from backpack_capture.visited import (
 )
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import Site, Stored
+from backpack_operations.nodes import setting_names
 from backpack_operations.observer import Driver
 from backpack_operations.structure import Structure
 from backpack_products.recycled import drop
@@ -68,6 +70,10 @@ class _VisitRecorder(Recorder):
         # The gradients that autograd has brought to the output of a call, or to a node.
         self.gradients: Sequence[Tensor | None] = ()
         self.slots: dict[int, tuple[int, Slot]] = {}
+        self.place = -1  # of the call whose tensors are here; negative between calls
+        self.sources: dict[int, Place] = {}  # where tensors with a slot were found
+        self.same: dict[tuple[Place, Place], None] = {}
+        self._looked: set[tuple[int, Any]] = set()  # numbers whose other places here are noted
         self.visits = 0
         self.pauses = list[Pause]()  # written when something else begins
 
@@ -82,7 +88,7 @@ class _VisitRecorder(Recorder):
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor; a tensor of the visited call gets one now."""
         if tensor not in self._numbers:
-            slot = self._slot(tensor)
+            slot = next(self._slots(tensor), None)
             if slot is None and any(tensor is own for own in self.planned):
                 self.program.fixed[self._enter(tensor)] = tensor
             elif slot is not None:
@@ -91,59 +97,72 @@ class _VisitRecorder(Recorder):
                 is_now = self.node is None or slot.what == "arriving"
                 visit = self.visits if is_now else self.before
                 self.slots[number] = visit, slot._replace(layout=layout_of(tensor))
+                self.sources[number] = Place(self.place, slot.what, slot.key)
                 self.note_geometry(number, tensor)
-        return super().number_of(tensor)
+        found = super().number_of(tensor)
+        here = self.visits, self.number
+        if found in self.sources and (found, here) not in self._looked:
+            self._looked.add((found, here))
+            source = self.sources[found]
+            places = {Place(self.place, slot.what, slot.key) for slot in self._slots(tensor)}
+            self.same.update(dict.fromkeys((source, place) for place in places - {source}))
+        return found
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor has been anywhere before."""
+        return tensor in self._numbers
 
     def arrive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note that autograd has arrived somewhere with gradients.
+        """Note that autograd has arrived somewhere with gradients, which are objects of their own.
 
-        A gradient may have been elsewhere before, but a later pass may have another tensor here.
+        A gradient may be what an operation has made, but a later pass may have another tensor here.
         """
         self.gradients = gradients
         for gradient in gradients:
             if gradient is not None:
                 self._numbers.pop(gradient, None)
 
-    def _slot(self, tensor: Tensor) -> Slot | None:
+    def _slots(self, tensor: Tensor) -> Iterator[Slot]:
+        """Where a tensor is here; a gradient is nowhere else."""
         if self.node is not None:
             number = self.number
             if number is None:  # the node of a parameter that is used inside a call, too
-                return None
+                return
             for output_nr, gradient in enumerate(self.gradients):
                 if tensor is gradient:
                     self.program.steps += self.pauses  # it does not exist at the visit before
                     self.pauses.clear()
-                    return Slot("arriving", (number, output_nr, tensor.shape, tensor.dtype))
+                    yield Slot("arriving", (number, output_nr, tensor.shape, tensor.dtype))
+                    return
             if isinstance(number, int):
-                return _saved("between", {self.node: number}, tensor)
-            return None if self.around is None else _stored(self.around, tensor)
+                yield from _saved("between", {self.node: number}, tensor)
+            elif self.around is not None:
+                yield from _stored(self.around, tensor)
+            return
         if self.site is None:
-            return None
+            return
         if tensor is self.gradients[0]:
-            return Slot("gradient")
+            yield Slot("gradient")
+            return
         call = self.site.call
-        slot = None if call.is_released else _stored(call.stored, tensor)
-        return slot or _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
+        if not call.is_released:
+            yield from _stored(call.stored, tensor)
+        yield from _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
 
 
-def _stored(stored: Stored, tensor: Tensor) -> Slot | None:
-    """Where a call has stored a tensor; ``None`` if it has not."""
+def _stored(stored: Stored, tensor: Tensor) -> Iterator[Slot]:
+    """Where a call has stored a tensor."""
     for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
-        for number, own in enumerate(tensors):
-            if own is tensor:
-                return Slot(what, number)
-    names = (name for name, (own, _) in stored.owned.items() if own is tensor)
-    name = next(names, None)
-    return None if name is None else Slot("owned", name)
+        yield from (Slot(what, number) for number, own in enumerate(tensors) if own is tensor)
+    yield from (Slot("owned", name) for name, (own, _) in stored.owned.items() if own is tensor)
 
 
-def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Slot | None:
-    """Where a node has saved a tensor; ``None`` if none of them has."""
+def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Iterator[Slot]:
+    """Where nodes have saved a tensor."""
     for node, number in nodes.items():
         for name in names_of(node):
             if is_same(looked_up(node, name), tensor):
-                return Slot(where, (number, name, type(node), tensor.shape))
-    return None
+                yield Slot(where, (number, name, type(node), tensor.shape))
 
 
 class Recording(Driver):
@@ -168,15 +187,17 @@ class Recording(Driver):
         schedule.cross, between.visit_leaf = self.cross, self.visit_leaf
         between.read_inside = self.read_inside
         self._delayed = set[int]()  # parameters whose results a replay stores at the next visit
-        self._settings = list[tuple[int, str, Any]]()
+        self._settings = dict[tuple[Number, str], Any]()
+        self._crossed = dict[Number, Node]()  # whose settings are to be noted
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """By the engine."""
         recorder = self._recorder
         recorder.planned = getattr(run.survey, "planned_tensors", ())
         self._write_pause()
-        grads = laid_apart(grads)
+        grads = laid_apart(grads, recorder.is_known)
         recorder.site, gradient = site, grads[site.edge.output_nr]
+        recorder.place = self._places.index((site.call, site.index))
         recorder.arrive([gradient])
         if gradient is None and not run.is_alone:
             recorder.refusal = "a gradient is undefined"
@@ -188,14 +209,16 @@ class Recording(Driver):
         with seen_by(recorder), recorder:
             self.visit(run, site, grads, others)
             self._note(noted_at_visit(run))
-        self._order.append(self._places.index((site.call, site.index)))
-        recorder.site, recorder.visits = None, recorder.visits + 1
+        self._note_settings()
+        self._order.append(recorder.place)
+        recorder.site, recorder.place, recorder.visits = None, -1, recorder.visits + 1
 
     def cross(self, schedule: Any, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
         """By the engine. A replay crosses a node at the visit before autograd gets there."""
         recorder, site = self._recorder, self._recorder.site
         number, waits = recorder.between.get(node), node in schedule.at_nodes
-        grads = laid_apart(grads)
+        if site is None:
+            grads = laid_apart(grads, recorder.is_known)
         if site is not None and node is site.edge.node and number is None:
             # Columns may go through a call with a rule all the same, by the operations inside.
             number = -1 - self._places.index((site.call, site.index))
@@ -210,14 +233,27 @@ class Recording(Driver):
         else:
             with self._at(node, number, grads):
                 self._cross(schedule.between, schedule, node, grads)
-        if len(recorder.program.steps) > before:
-            self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
-            if not waits and any(gradient is None for gradient in grads):
-                recorder.refusal = "a gradient is undefined"
+        is_computed = len(recorder.program.steps) > before
+        if is_computed or waits:  # a factor of one needs no operation
+            self._crossed[number] = node
+        if site is None:
+            self._note_settings()
+        if is_computed and not waits and any(gradient is None for gradient in grads):
+            recorder.refusal = "a gradient is undefined"
+
+    def _note_settings(self) -> None:
+        """Note what crossed nodes have saved, except for what is in the key of the structure.
+
+        Not while operations are recorded, since numbers are read from tensors.
+        """
+        for number, node in self._crossed.items():
+            names = [name for name in names_of(node) if name not in setting_names(type(node))]
+            self._settings.update({(number, name): setting_of(node, name) for name in names})
+        self._crossed.clear()
 
     def visit_leaf(self, run: BackwardPass, node: Node, output_nr: int, grad: Any) -> None:
         """By the engine: visit a parameter that operations use."""
-        (grad,) = laid_apart((grad,))
+        (grad,) = laid_apart((grad,), self._recorder.is_known)
         number = self._recorder.between.get(node)
         with self._at(node, number, () if grad is None else (grad,)):
             self._visit_leaf(run.between, run, node, output_nr, grad)
@@ -230,9 +266,13 @@ class Recording(Driver):
         site = self._sites[place]
         number = place, inside(site).index(node)
         self._forms[number] = form_inside(site, number[1])
-        with self._at(node, number, laid_apart(grads)):
-            self._recorder.around, self._recorder.before = view.stored, self._order.index(place)
+        self._crossed[number] = node
+        apart = laid_apart(grads, self._recorder.is_known)
+        with self._at(node, number, apart):
+            self._recorder.place, self._recorder.around = place, view.stored
+            self._recorder.before = self._order.index(place)
             self._read_inside(traversal, node, self._recorder.gradients)
+        self._note_settings()
         self._delay(traversal.sink.noted)
 
     def _delay(self, noted: Sequence[Result] | None) -> None:
@@ -252,6 +292,7 @@ class Recording(Driver):
         with seen_by(recorder), recorder:
             yield
         recorder.node = recorder.number = recorder.around = None
+        recorder.place = -1
 
     def _write_pause(self) -> None:
         self._recorder.program.steps += self._recorder.pauses
@@ -324,10 +365,10 @@ class Recording(Driver):
             entry.refusal = f"it could not be written ({type(error).__name__}: {error})"
             return
         sent = {slot.key[:2] for v in (*visits, last) for slot in v.late if slot.what == "between"}
-        settings = [s for s in self._settings if s[2] is not None and s[:2] not in sent]
+        settings = [(*key, value) for key, value in self._settings.items() if key not in sent]
         slots = [slot for v in (*visits, last) for slot in v.late if slot.what == "arriving"]
         arriving = {slot.key[0]: self._forms.get(slot.key[0], ()) for slot in slots}
-        taken = self._world, self._attributes, settings, arriving
+        taken = self._world, self._attributes, settings, [*recorder.same], arriving
         delayed = [*self._delayed]
         entry.recorded = Recorded(visits, last, code, *taken, delayed, program.is_random)
 

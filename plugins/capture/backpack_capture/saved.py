@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import Size, Tensor, contiguous_format
@@ -43,14 +43,14 @@ def names_of(node: Node) -> list[str]:
 def setting_of(node: Node, name: str) -> Any:
     """A setting that a node has saved; for a tensor with a single number on the host, the number.
 
-    Torch saves a number as a tensor of this kind, but passes it to a formula as a number. ``None``
-    stands for other tensors.
+    Torch saves a number as a tensor of this kind, but passes it to a formula as a number. The class
+    ``Tensor`` stands for other tensors: an operand that may be left out, such as a mask, is there.
     """
     value = looked_up(node, name)
     if isinstance(value, Tensor):
-        return value.item() if not value.dim() and value.is_cpu else None
+        return value.item() if not value.dim() and value.is_cpu else Tensor
     is_list = isinstance(value, (list, tuple))
-    return tuple([None if isinstance(v, Tensor) else v for v in value]) if is_list else value
+    return tuple([Tensor if isinstance(v, Tensor) else v for v in value]) if is_list else value
 
 
 def inside(site: Site) -> list[Node]:
@@ -99,10 +99,23 @@ def is_same(saved: Any, tensor: Tensor) -> bool:
     return is_there and saved.storage_offset() == tensor.storage_offset()
 
 
-def laid_apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients, each with memory for every entry, so that another one can have its layout."""
-    found = [*gradients]
-    for number, gradient in enumerate(gradients):
-        if gradient is not None and may_overlap(gradient):
-            found[number] = gradient.clone(memory_format=contiguous_format)
+def laid_apart(
+    gradients: Sequence[Tensor | None], is_known: Callable[[Tensor], bool]
+) -> list[Tensor | None]:
+    """Gradients, each an object of its own with memory for every entry.
+
+    So another gradient can have its layout, and two that are one object in this pass only are not
+    taken for one.
+
+    Args:
+        gradients: The gradients.
+        is_known: Whether a gradient was elsewhere before.
+    """
+    found = list[Tensor | None]()
+    for gradient in gradients:
+        is_again = gradient is not None and any(gradient is own for own in found)
+        if gradient is not None and (is_again or is_known(gradient) or may_overlap(gradient)):
+            found.append(gradient.clone(memory_format=contiguous_format))
+        else:
+            found.append(gradient)
     return found

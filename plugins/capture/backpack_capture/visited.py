@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack_capture.nested import is_plain
-from backpack_capture.saved import form_inside, inside, layout_of, saved_by, setting_of
+from backpack_capture.saved import (
+    form_inside,
+    inside,
+    is_same,
+    layout_of,
+    saved_by,
+    setting_of,
+)
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import Call, Site
@@ -57,6 +64,37 @@ class Slot(NamedTuple):
     def is_late(self) -> bool:
         """Whether the tensor is taken at the visit, and not when the pass begins."""
         return self.what in ("gradient", "arriving", "inside", "between")
+
+
+class Place(NamedTuple):
+    """A slot of a certain call.
+
+    Attributes:
+        call: The place of the call in the structure; -1 for a node between calls.
+        what: See :class:`Slot`.
+        key: See :class:`Slot`.
+    """
+
+    call: int
+    what: str
+    key: Any
+
+    def tensor(self, sites: Sequence[Site], nodes: Sequence[Node]) -> Tensor | None:
+        """The tensor that is there in a pass; ``None`` if it is not of the same kind.
+
+        Args:
+            sites: The outputs of calls in the structure.
+            nodes: The nodes between calls.
+        """
+        if self.call < 0:
+            return saved_by(nodes, *self.key)
+        stored = sites[self.call].call.stored
+        if self.what == "owned":
+            return stored.owned[self.key][0]
+        if self.what == "inside":
+            return saved_by(inside(sites[self.call]), *self.key)
+        number: int = self.key
+        return (stored.inputs if self.what == "inputs" else stored.outputs)[number]
 
 
 class Store(NamedTuple):
@@ -103,9 +141,12 @@ class Recorded(NamedTuple):
         code: A generator, which receives the tensors of each visit and yields results.
         world: Other assumptions.
         attributes: Attributes of modules that structures do not know, by the place of a call.
-        settings: Numbers that nodes have saved: the number of the node between calls, or -1 less
-            the place of an output, and the name and the value. A number in the code of a model may
-            differ each time.
+        settings: What nodes have saved beside the tensors that are sent: the number of the node
+            between calls, -1 less the place of an output, or the number of a node inside of a call;
+            and the name and the value. A number in the code of a model may differ each time, and a
+            mask may be left out.
+        same: Places that one tensor had. It is sent from the first only, and may be another one at
+            the second in a later pass.
         arriving: The nodes whose gradients are sent, each with the :func:`form_inside` of its call
             if it is inside of one.
         delayed: Parameters whose results are stored after their gradients.
@@ -117,7 +158,8 @@ class Recorded(NamedTuple):
     code: Code
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
-    settings: list[tuple[int, str, Any]]
+    settings: list[tuple[Number, str, Any]]
+    same: list[tuple[Place, Place]]
     arriving: dict[Number, tuple[Any, ...]]
     delayed: list[int]
     is_random: bool
@@ -218,9 +260,12 @@ def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[l
         own: Any = structure.parameters[number]
         if own._backward_hooks or own._post_accumulate_grad_hooks:  # they may look at results
             return None
-    for number, name, value in recorded.settings:
-        node = nodes[number] if number >= 0 else sites[-1 - number].edge.node
-        if setting_of(node, name) != value:
+    for at, name, value in recorded.settings:
+        if setting_of(node_of(at, sites, nodes), name) != value:
+            return None
+    for first, second in recorded.same:
+        one, other = first.tensor(sites, nodes), second.tensor(sites, nodes)
+        if one is None or not (one is other or is_same(other, one)):
             return None
     found = list[list[Stored]]()
     for at, form in recorded.arriving.items():
@@ -244,6 +289,13 @@ def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[l
                 given.append((own.outputs[key], own.versions[len(own.inputs) + key]))
         found.append(given)
     return found if are_saved(recorded.last.late, nodes) else None
+
+
+def node_of(number: Number, sites: Sequence[Site], nodes: Sequence[Node]) -> Node:
+    """The node with a number, which may be that of an output if it is negative."""
+    if isinstance(number, tuple):
+        return inside(sites[number[0]])[number[1]]
+    return nodes[number] if number >= 0 else sites[-1 - number].edge.node
 
 
 def are_saved(late: list[Slot], nodes: list[Node], site: Site | None = None) -> bool:

@@ -7,6 +7,7 @@ data (``data.py``), go through operations (``sample_ids.py``), and past calls as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.graph import is_leaf
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.models import Run, owner_of
+from backpack_core.record.models import Run
 from backpack_operations import nodes, sample_ids
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import of_data
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
+from backpack_operations.received import memories_of_buffers
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_products.substitutes import is_parameter
@@ -137,7 +139,7 @@ class CarriedIds:
         if (site := self._call_keeping_samples(output)) is not None:
             return self._of_call(site, operand_ids.get(0), shape)
         if is_leaf(node):
-            return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
+            return self._of_leaf(node)
         try:
             ids = self._through_node(node, output_nr, operand_ids)
         except RuntimeError as error:
@@ -254,21 +256,24 @@ class CarriedIds:
             is_other = declared_axis(call) or survey.told is not None or survey.depth is not None
             is_first = call.receives_input > 1 and inputs[0].shape[:1] == self.samples.shape
             is_usual = not inputs or (is_first and not is_other) or is_of_buffers(call)
-            self._inputs[call] = None if is_usual else self._of_tensor(inputs[0], call)
+            note = partial(survey.compared.setdefault, call)
+            self._inputs[call] = None if is_usual else self._of_tensor(inputs[0], note, call)
         return self._inputs[call]
 
     # Data -----------------------------------------------------------------------------------------
 
-    def _of_tensor(self, data: Tensor, call: Call | None = None) -> SampleIds | None:
+    def _of_tensor(
+        self, data: Tensor, note: Callable[[], object], call: Call | None = None
+    ) -> SampleIds | None:
         """The ids of data that a call received, or that any run uses, by what models received."""
         survey, rows = self._survey, self._input_rows
         items = None if survey.told is None else survey.told.items
         if call is not None:
-            ids = of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+            ids = of_data(data, call.run, rows, survey.depth, items, call.is_readable, note)
         else:
-            by_run = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+            how = rows, survey.depth, items, True, note
+            by_run = (of_data(data, run, *how) for run in self._runs)
             ids = next((each for each in by_run if each is not None), None)
-        # That data are in the order of the model's input is not looked at again in later passes.
         is_usual = ids is None or ids.equal(along(rows, 0, tuple(ids.shape)))
         survey.are_by_values |= not is_usual
         return ids
@@ -277,10 +282,15 @@ class CarriedIds:
     def _runs(self) -> list[Run]:
         return [*{id(call.run): call.run for call, _ in self._survey.received}.values()]
 
-    def _of_leaf(self, leaf: Tensor, shape: Shape) -> SampleIds | None:
+    def _of_leaf(self, node: Node) -> SampleIds | None:
         """The ids of data that require a gradient."""
-        ids = self._of_tensor(leaf) if self._survey.is_readable else None
-        return self.by_length(shape, 0) if ids is None else ids
+        leaf: Tensor = node.variable  # type: ignore[attr-defined]
+        compared = list[Node]()
+        note, is_readable = partial(compared.append, node), self._survey.is_readable
+        ids = self._of_tensor(leaf, note) if is_readable else None
+        ids = self.by_length(tuple(leaf.shape), 0) if ids is None else ids
+        self._survey.looked_at.update(dict.fromkeys(compared, ids))
+        return ids
 
     def _of_entry(self, node: Node) -> SampleIds | None:
         """The ids where parameters meet data outside of modules, if the rows are the data's."""
@@ -292,11 +302,13 @@ class CarriedIds:
         return self._entries[node]
 
     def of_data_at(self, node: Node) -> SampleIds | None:
-        """The ids of the data that an operation saved, as an index or a factor."""
+        """The ids of the data that an operation saved, as an index or a factor; or of a leaf."""
+        if is_leaf(node):
+            return self._of_leaf(node)
         survey, shape = self._survey, nodes.lengths_of(node, 0)
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
-        ids = None if data is None else self._of_tensor(data)
+        ids = None if data is None else self._of_tensor(data, lambda: None)
         if ids is not None and ids.shape[count:].numel() == 1:
             return ids.reshape(*ids.shape[:count], *[1] * (len(shape) - count))
         is_table = nodes.operation_of(node) in nodes.GATHERS and count < 2
@@ -329,5 +341,5 @@ def is_along(ids: SampleIds, axis: int) -> bool:
 
 def is_of_buffers(call: Call) -> bool:
     """Whether a call received only buffers of the model, as a net of coordinates does."""
-    memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
+    memories = memories_of_buffers(call)
     return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)

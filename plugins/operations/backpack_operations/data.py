@@ -6,7 +6,7 @@ The model's inputs have the samples on axis 0; or each tensor of a list is one s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ def of_data(
     depth: int | None = None,
     items: Sequence[Tensor] | None = None,
     is_readable: bool = True,
+    note: Callable[[], object] = lambda: None,
 ) -> SampleIds | None:
     """The sample ids of data used in a run of a model, by what the model received.
 
@@ -41,19 +42,23 @@ def of_data(
         items: What the user said of each tensor that the model received: the samples of its rows,
             or its only one.
         is_readable: Whether values may be compared.
+        note: Called if the data have rows that the model received, by their values.
     """
-    return _Data(data, run, samples, depth, items, is_readable).ids()
+    return _Data(data, run, samples, depth, items, is_readable, note).ids()
 
 
-def is_unclear(data: Tensor, run: Run, samples: Tensor) -> bool:
+def is_unclear(
+    data: Tensor, run: Run, samples: Tensor, note: Callable[[], object] = lambda: None
+) -> bool:
     """Whether rows were picked unevenly from what a model received, of unknown samples.
 
     Args:
         data: What a module received, for which :func:`of_data` found nothing.
         run: The run.
         samples: The sample of each row that the model received.
+        note: As for :func:`of_data`.
     """
-    return _Data(data, run, samples, None, None, is_readable=True).is_unclear()
+    return _Data(data, run, samples, None, None, True, note).is_unclear()
 
 
 class Picked(NamedTuple):
@@ -133,8 +138,9 @@ class _Data:
         depth: int | None,
         items: Sequence[Tensor] | None,
         is_readable: bool,
+        note: Callable[[], object],
     ) -> None:
-        self._received, self._run = data, run
+        self._received, self._run, self._note = data, run, note
         self._shape: Shape = tuple(data.shape)
         self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
         # Lists of tensors with one sample each.
@@ -199,6 +205,7 @@ class _Data:
             for axis in range(whole.dim()):
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
+                    self._note()
                     ids = along(rows, self._run.axis, given.shape).movedim(0, axis)
                     readings.append(viewed(ids, tuple(turned.shape), self._shape, rows))
                     break
@@ -212,6 +219,7 @@ class _Data:
                 continue
             joined = torch.cat(tensors)
             if joined.flatten().equal(self._flat):
+                self._note()
                 before = tuple(joined.shape)
                 return viewed(along(rows, 0, before), before, self._shape, rows)
             for axis in (0, 1) if self._lists else ():
@@ -219,6 +227,7 @@ class _Data:
                     row[: len(t)].equal(t)
                     for row, t in zip(self._received.movedim(axis, 0), tensors, strict=True)
                 ):
+                    self._note()
                     return self._of_items(group, axis)
         return None
 
@@ -246,6 +255,7 @@ class _Data:
             for axes in range(1, 1 + whole.dim()):
                 picked = picked_from(whole, self._received, rows, axes)
                 if picked is not None:
+                    self._note()
                     yield picked
                     break
 

@@ -145,12 +145,13 @@ def operation_of(node: Node) -> str:
 
 def settings_of(node: Node) -> list[object]:
     """The settings that an operation saved, such as axes; plans compare them."""
-    values = [getattr(node, name) for name in _saved_by(type(node))]
+    values = [getattr(node, name) for name in setting_names(type(node))]
     return [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
 
 
 @cache
-def _saved_by(kind: type) -> tuple[str, ...]:
+def setting_names(kind: type) -> tuple[str, ...]:
+    """The names of what :func:`settings_of` gives for a type of node."""
     has_number = operations().get(kind, "").startswith("Select")  # others' index is a tensor
     names = [f"_saved_{name}" for name in (*_SAVED, *(["index"] if has_number else []))]
     return tuple([name for name in names if hasattr(kind, name)])
@@ -163,7 +164,7 @@ def is_told_by_settings(kind: type) -> bool:
     They do not if values of a tensor count, such as those of an index.
     """
     names = {name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")}
-    known = {name.removeprefix("_saved_") for name in _saved_by(kind)} | _OF_SHAPES
+    known = {name.removeprefix("_saved_") for name in setting_names(kind)} | _OF_SHAPES
     return bool(operations().get(kind)) and not {n for n in names - known if "_sym_" not in n}
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -156,7 +156,8 @@ class Owners:
         is_usual |= self.ids.of_input(call) is not None or not data.dim()
         # If the length is not a multiple of N, it is nowhere taken for several rows of each sample.
         is_usual |= bool(data.shape[:1].numel() % max(1, len(samples)))
-        return not is_usual and is_unclear(data, call.run, samples)
+        note = partial(self._survey.compared.setdefault, call)
+        return not is_usual and is_unclear(data, call.run, samples, note)
 
     # Whether anything moves rows ------------------------------------------------------------------
 

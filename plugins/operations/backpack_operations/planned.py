@@ -24,7 +24,7 @@ from backpack_operations.noted import Unplanned
 from backpack_operations.owners import Owners, losses_with_rows, note_owners, rows_at_loss
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
-from backpack_operations.plan import model_of, plans, trained_by
+from backpack_operations.plan import Planned, model_of, plans, trained_by
 from backpack_operations.structure import Structure
 from backpack_operations.survey import Bare, GraphSurvey
 from backpack_operations.told import Told
@@ -254,6 +254,9 @@ class PlannedFacts(NamedTuple):
         uses: How operations use parameters; ``None`` if modules with rules use all of them.
         looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
         read: Sample ids that values of an index told, at outputs of operations.
+        compared: By the number of the site, the sample ids of data that a call received, and
+            whether they are unclear; where the values are those of rows that the model received.
+            For a table there are no ids, and nobody asks whether they are unclear.
         losses: The sample of each row that a loss received, if columns are split there.
         insides: The operations inside of opened calls that have a rule, by number of the site.
     """
@@ -262,6 +265,7 @@ class PlannedFacts(NamedTuple):
     uses: PlannedUses | None
     looked_at: tuple[tuple[int, ByValue], ...]
     read: tuple[tuple[int, ByValue], ...]
+    compared: tuple[tuple[int, ByValue, bool | None], ...]
     losses: tuple[tuple[int, ByValue], ...]
     insides: tuple[tuple[int, Inside], ...]
 
@@ -296,32 +300,56 @@ class PlannedFacts(NamedTuple):
             for n, site in enumerate(structure.sites.values())
             if site.call in survey.opened and not site.call.rule.transparent
         ]
-        if alignment is None and uses is None and not (looked_at or read or insides):
+        first = {call: n for n, (call, _) in reversed([*enumerate(structure.sites)])}
+        ids, unclear = Owners(survey).ids, survey.unclear
+        tables = {site.call for site in survey.unusual if site.edge.node in survey.tables}
+        compared = [
+            (first[call], ByValue(ids.of_input(call)), None if call in tables else call in unclear)
+            for call in dict.fromkeys((*survey.compared, *tables))
+            if call in first
+        ]
+        if alignment is None and uses is None and not (looked_at or read or compared or insides):
             return None
         places = {site: n for n, site in enumerate(structure.sites)}
         at_losses = tuple([(places[site], owners) for site, owners in rows.items()])
-        return cls(alignment, uses, tuple(looked_at), tuple(read), at_losses, tuple(insides))
+        by_values = tuple(looked_at), tuple(read), tuple(compared)
+        return cls(alignment, uses, *by_values, at_losses, tuple(insides))
 
-    def hold(self, batch_size: int, structure: Structure) -> bool:
-        """Whether values tell the same sample ids, and opened calls have the same operations."""
+    def hold(self, known: Planned, structure: Structure, told: Told | None) -> bool:
+        """Whether values tell the same sample ids, and opened calls have the same operations.
+
+        Args:
+            known: The plan that these facts belong to.
+            structure: The structure of the graph.
+            told: The sample of each row that models received, by ``samples=``.
+        """
         sites = [*structure.sites.values()]
         if any(inside_of(sites[n]) != planned for n, planned in self.insides):
             return False
-        if not (self.looked_at or self.read):
+        if not (self.looked_at or self.read or self.compared):
             return True
-        survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
-        survey.received = dict.fromkeys(structure.sites, batch_size)
-        ids, between = Owners(survey).ids, [*structure.between]
-        if any(ByValue(ids.of_data_at(between[n])) != told for n, told in self.looked_at):
+        survey = GraphSurvey(batch_size=known.batch_size, sites=structure.sites, told=told)
+        survey.fit_told()
+        survey.received = dict.fromkeys(structure.sites, known.batch_size)
+        owners, between = Owners(survey), [*structure.between]
+        ids = owners.ids
+        for n, told_before, is_unclear in self.compared:
+            call = sites[n].call
+            if is_unclear is not None and owners.is_unclear(call) is not is_unclear:
+                return False
+            if ByValue(ids.of_input(call)) != told_before:
+                return False
+        if any(ByValue(ids.of_data_at(between[n])) != before for n, before in self.looked_at):
             return False
         if not self.read:
             return True
-        survey.alignment.batch_size = batch_size
+        survey.alignment.batch_size = known.batch_size
+        known.fill(survey, structure)
         if self.alignment is not None:
             self.alignment.fill(survey, structure)
             survey.sample_ids = {}  # those of the earlier pass
         ids, outputs = Owners(survey).ids, [*structure.places]
-        return all(ByValue(ids.at(outputs[n])) == told for n, told in self.read)
+        return all(ByValue(ids.at(outputs[n])) == before for n, before in self.read)
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill in the survey of another graph of the same structure."""

@@ -60,7 +60,7 @@ class Planning(CorePlanning):
         if known is None or structure is None:
             return None
         facts = known.plan.facts
-        if facts is None or facts.hold(known.batch_size, structure):
+        if facts is None or facts.hold(known, structure, self._survey.told):
             return known
         why = "data, indices, or operations inside of a module differ"
         self._context.history[f"surveyed: {why}"] += 1

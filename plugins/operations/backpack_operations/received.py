@@ -14,7 +14,8 @@ from torch.nn import Module
 
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
-from backpack_core.record.models import Place, Run
+from backpack_core.record.call import Call
+from backpack_core.record.models import Place, Run, owner_of
 from backpack_operations._torch import modes
 from backpack_products.substitutes import note_substitutes
 
@@ -202,6 +203,11 @@ def is_returned(node: Node, number: int) -> bool:
     """Whether an output of a node is what an extended model returned for inputs without a graph."""
     metadata: Any = node.metadata
     return number in metadata.get(_RETURNED, ())
+
+
+def memories_of_buffers(call: Call) -> set[int]:
+    """The memories of all buffers of a call's model."""
+    return set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
 
 
 def hold_address(tensor: Tensor) -> object:

@@ -15,16 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
-from backpack_core._torch import LeafNode, Node
+from backpack_core._torch import LeafNode, Node, has_memory, memory_of
 from backpack_core.engine.active import Context
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
-from backpack_core.record.models import NO_RUN, NO_RUN_OF_RANKS, Run
+from backpack_core.record.models import NO_RUN, NO_RUN_OF_RANKS, Run, owner_of
 from backpack_operations import nodes
 from backpack_operations._torch import CopyNode
 from backpack_operations.noted import Noted, Unplanned, noted_of
-from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
+from backpack_operations.received import (
+    ModelRun,
+    Rows,
+    memories_of_buffers,
+    relations,
+    rows_of,
+    span_of,
+)
 from backpack_products.substitutes import computed_substitutes, is_parameter
 
 Place = tuple[Node, int]
@@ -59,6 +66,7 @@ class Structure:
         self.parameters: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self._runs: dict[Run, int] = {}
+        self._buffers: dict[Module, set[int]] = {}  # memories of the buffers of models
         self._rows: list[Rows] = []  # of memories that calls received outside of models
         self._regions: dict[Node, Region] = {}
         self.places: dict[Place, int] = {}
@@ -151,14 +159,23 @@ class Structure:
         return further
 
     def _place_of(self, tensor: Tensor, call: Call) -> Iterable[Any]:
-        """Where data of a call lie in what its model received."""
+        """Where data of a call lie in what its model received, or whether they are a buffer."""
         run = call.run
         if not run.memories:
             rows = None if call.rule.is_loss else rows_of(tensor)
             self._rows += () if rows is None else (rows,)
-            return (rows is None,)
+            return rows is None, self._is_buffer(tensor, call)
         given = () if len(run.inputs) < 2 else tuple([each.span for each in run.inputs])
-        return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
+        receives = run.receives((tensor,))
+        is_buffer = not receives and self._is_buffer(tensor, call)
+        return receives, is_buffer, *[span_of(tensor) == span for span in given]
+
+    def _is_buffer(self, tensor: Tensor, call: Call) -> bool:
+        """Whether a tensor has the memory of a buffer of the call's model."""
+        model = owner_of(call.module)
+        if model not in self._buffers:
+            self._buffers[model] = memories_of_buffers(call)
+        return has_memory(tensor) and memory_of(tensor) in self._buffers[model]
 
     def _relations(self, context: Context) -> Iterable[Any]:
         """How rows that calls and models received lie relative to each other in memory.

@@ -85,6 +85,7 @@ class GraphSurvey(Survey):
         are_by_values: Whether values of data say that rows are moved.
         read_at: Outputs of operations at which other values, such as an index, tell sample ids.
         looked_at: By an operation of parameters and data, the sample ids that the data told.
+        compared: Calls that received rows that the model received, too, as their values say.
         unclear: Calls that received rows picked from the data, of unknown samples.
         values_read: Whether values of tensors were compared to find the samples.
         is_straight: Whether every call has a rule and its samples on axis 0, as a plan says.
@@ -120,6 +121,7 @@ class GraphSurvey(Survey):
     are_by_values: bool = False
     read_at: dict[tuple[Node, int], None] = field(default_factory=dict)
     looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
+    compared: dict[Call, None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     values_read: bool = False
     is_straight: bool = False
@@ -128,7 +130,7 @@ class GraphSurvey(Survey):
     def why_unusual(self) -> str:
         """Why no plan can be made: a decision depends on more than shapes, settings and operations.
 
-        Empty if a plan can be made. Whether data were reordered by a copy is not looked at again.
+        Empty if a plan can be made.
         """
         reasons = {
             "numbers in tensors were read to tell where samples are": self.values_read,
