@@ -106,9 +106,10 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
     """What earlier passes of the same structure showed; counts this pass.
 
     A structure consists of the calls, the nodes between them with their axes, train or eval mode,
-    the axes that are as long as the batch, and the classes of modules, of their tensors and of
-    modes around the model, since these may replace functions. Sizes do not count, so that padding
-    to another length keeps the structure.
+    the axes that are as long as the batch, which calls received the model's input, which return
+    tables, and the classes of modules, of their tensors and of modes around the model, since these
+    may replace functions. Sizes do not count, so that padding to another length keeps the
+    structure.
 
     Args:
         survey: The graph.
@@ -131,14 +132,20 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
 def _structure(survey: Survey) -> tuple[object, ...]:
     """The structure of a graph, as a key."""
     calls, is_batch = [], survey.batch_size.__eq__
-    for call, index in survey.sites:
-        stored = call.stored
+    tables = survey.tables if isinstance(survey, GraphSurvey) else ()
+    for (call, index), site in survey.sites.items():
+        stored, received = call.stored, () if all(call.edges) else (call.receives_input,)
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         kinds = type(call.module), *map(type, stored.tensors.values())
         modes = call.run.modes if isinstance(call.run, ModelRun) else ()
-        calls.append((call.path, index, call.training, kinds, modes, *axes))
+        data = *received, site.edge.node in tables
+        calls.append((call.path, index, call.training, kinds, modes, data, *axes))
     if not isinstance(survey, GraphSurvey):
         return (*calls,)
     settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.between]
-    # An index that the user gives may contradict the order of rows in one pass, but not in others.
-    return (*calls, *settings, len(survey.alignment.owned))
+    # Data that operations meet may be in order in one pass, but not in others.
+    met = [
+        None if i is None else (i.shape, *i.flatten().tolist()) for i in survey.looked_at.values()
+    ]
+    # So may rows be by an index that the user gives.
+    return (*calls, *settings, *met, len(survey.alignment.owned))

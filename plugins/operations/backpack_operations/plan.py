@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
@@ -102,6 +102,12 @@ class Plan:
             is_opened = call in survey.opened
             steps.append(Step(call.path, tuple([n for n, *_ in names]), is_opened, tuple(to)))
         return cls(tuple(steps), structure.lengths[survey.batch_size], facts)
+
+    @property
+    def without_data(self) -> Plan:
+        """The plan without what values of data told, which structures do not determine."""
+        facts = None if self.facts is None else self.facts.without_data
+        return replace(self, facts=facts)
 
     @property
     def counts(self) -> bool:

@@ -315,6 +315,13 @@ class PlannedFacts(NamedTuple):
         by_values = tuple(looked_at), tuple(read), tuple(compared)
         return cls(alignment, uses, *by_values, at_losses, tuple(insides))
 
+    @property
+    def without_data(self) -> PlannedFacts | None:
+        """The facts without those about data that calls received."""
+        alignment, uses, looked_at, read, *_, insides = self
+        is_rest = alignment or uses or looked_at or read or insides
+        return self._replace(compared=()) if is_rest else None
+
     def hold(self, known: Planned, structure: Structure, told: Told | None) -> bool:
         """Whether values tell the same sample ids, and opened calls have the same operations.
 
