@@ -7,8 +7,8 @@ data (``data.py``), go through operations (``sample_ids.py``), and past calls as
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.models import Run
 from backpack_operations import nodes, sample_ids
 from backpack_operations.batch import declared_axis, is_doubtful
-from backpack_operations.data import of_data
+from backpack_operations.data import Note, of_data
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
 from backpack_operations.received import memories_of_buffers
@@ -256,15 +256,13 @@ class CarriedIds:
             is_other = declared_axis(call) or survey.told is not None or survey.depth is not None
             is_first = call.receives_input > 1 and inputs[0].shape[:1] == self.samples.shape
             is_usual = not inputs or (is_first and not is_other) or is_of_buffers(call)
-            note = partial(survey.compared.setdefault, call)
+            note = partial(survey.compared.__setitem__, call)
             self._inputs[call] = None if is_usual else self._of_tensor(inputs[0], note, call)
         return self._inputs[call]
 
     # Data -----------------------------------------------------------------------------------------
 
-    def _of_tensor(
-        self, data: Tensor, note: Callable[[], object], call: Call | None = None
-    ) -> SampleIds | None:
+    def _of_tensor(self, data: Tensor, note: Note, call: Call | None = None) -> SampleIds | None:
         """The ids of data that a call received, or that any run uses, by what models received."""
         survey, rows = self._survey, self._input_rows
         items = None if survey.told is None else survey.told.items
@@ -285,11 +283,11 @@ class CarriedIds:
     def _of_leaf(self, node: Node) -> SampleIds | None:
         """The ids of data that require a gradient."""
         leaf: Tensor = node.variable  # type: ignore[attr-defined]
-        compared = list[Node]()
-        note, is_readable = partial(compared.append, node), self._survey.is_readable
-        ids = self._of_tensor(leaf, note) if is_readable else None
+        found = list[Any]()
+        ids = self._of_tensor(leaf, found.append) if self._survey.is_readable else None
         ids = self.by_length(tuple(leaf.shape), 0) if ids is None else ids
-        self._survey.looked_at.update(dict.fromkeys(compared, ids))
+        if found:
+            self._survey.looked_at[node] = ids
         return ids
 
     def _of_entry(self, node: Node) -> SampleIds | None:
@@ -308,7 +306,7 @@ class CarriedIds:
         survey, shape = self._survey, nodes.lengths_of(node, 0)
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
-        ids = None if data is None else self._of_tensor(data, lambda: None)
+        ids = None if data is None else self._of_tensor(data, lambda _: None)
         if ids is not None and ids.shape[count:].numel() == 1:
             return ids.reshape(*ids.shape[:count], *[1] * (len(shape) - count))
         is_table = nodes.operation_of(node) in nodes.GATHERS and count < 2

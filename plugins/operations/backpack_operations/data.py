@@ -7,17 +7,56 @@ The model's inputs have the samples on axis 0; or each tensor of a list is one s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import has_memory, memory_of
-from backpack_core.record.models import Run
+from backpack_core.record.models import Place, Run
 from backpack_operations.received import ModelInput, SampleLayout, layout_of, span_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
+
+MOST_ROWS: Final = 2**20  # that are looked for; among more, sorting would take seconds
+_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """From which rows of a tensor that the model received data were picked.
+
+    Plans do not differ by it: another pass may pick other rows of the same samples.
+
+    Attributes:
+        path: Where the model received that tensor.
+        axes: How many of its first axes tell rows apart.
+        rows: The number of each row there, ``[R]``.
+    """
+
+    path: Place
+    axes: int
+    rows: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, Source)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def gives(self, data: Tensor, run: Run) -> bool:
+        """Whether data of another pass come from the same rows."""
+        given = next((each.tensor() for each in run.inputs if each.path == self.path), None)
+        if given is None or given.dtype != data.dtype or given.device != data.device:
+            return False
+        line = given.shape[self.axes :].numel()
+        picked, rows = data.reshape(-1, line), self.rows.to(data.device)
+        is_alike = len(picked) == len(rows) and len(rows) > 0 and given.numel() // line > rows.max()
+        return is_alike and given.reshape(-1, line)[rows].equal(picked)
+
+
+Note: TypeAlias = Callable[[Source | None], object]
 
 
 def of_data(
@@ -27,7 +66,7 @@ def of_data(
     depth: int | None = None,
     items: Sequence[Tensor] | None = None,
     is_readable: bool = True,
-    note: Callable[[], object] = lambda: None,
+    note: Note = lambda _: None,
 ) -> SampleIds | None:
     """The sample ids of data used in a run of a model, by what the model received.
 
@@ -42,14 +81,13 @@ def of_data(
         items: What the user said of each tensor that the model received: the samples of its rows,
             or its only one.
         is_readable: Whether values may be compared.
-        note: Called if the data have rows that the model received, by their values.
+        note: Called if the data have rows that the model received, by their values; with the rows
+            that they were picked from, if they were.
     """
     return _Data(data, run, samples, depth, items, is_readable, note).ids()
 
 
-def is_unclear(
-    data: Tensor, run: Run, samples: Tensor, note: Callable[[], object] = lambda: None
-) -> bool:
+def is_unclear(data: Tensor, run: Run, samples: Tensor, note: Note = lambda _: None) -> bool:
     """Whether rows were picked unevenly from what a model received, of unknown samples.
 
     Args:
@@ -61,19 +99,38 @@ def is_unclear(
     return _Data(data, run, samples, None, None, True, note).is_unclear()
 
 
-class Picked(NamedTuple):
+@dataclass(frozen=True)
+class Picked:
     """Rows that were picked from another tensor.
 
     Attributes:
         ids: The sample of each row: that of the first equal row of the tensor.
         is_clear: Whether all rows of the tensor that equal a picked one belong to one sample.
-        is_uneven: Whether they stand in the order of the tensor, but cannot be the same number of
-            rows of each sample.
+        rows: The first equal row of the tensor.
+        of_all: A number for each row of the tensor; equal rows have the same.
+        of_picked: The same for the picked rows.
+        owners: The sample of each row of the tensor.
     """
 
     ids: SampleIds
     is_clear: bool
-    is_uneven: bool
+    rows: Tensor
+    of_all: Tensor
+    of_picked: Tensor
+    owners: Tensor
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether they stand in the order of the tensor, but not as many of each sample."""
+        owners, of_picked = self.owners, self.of_picked
+        samples, left = int(owners.max()) + 1, iter(self.of_all.tolist())
+        if not all(value in left for value in of_picked.tolist()):  # each search goes on
+            return False
+        share, rest = divmod(len(of_picked), samples)
+        has = torch.zeros(samples, int(self.of_all.max()) + 1, dtype=torch.bool, device="cpu")
+        has[owners, self.of_all] = True
+        in_order = torch.arange(samples, device="cpu").repeat_interleave(share)
+        return bool(rest) or not bool(has[in_order, of_picked].all())
 
 
 def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picked | None:
@@ -90,41 +147,43 @@ def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picke
     if not lead or data.shape[len(lead) :] != line or not data.numel() or not whole.numel():
         return None
     all_rows, picked = whole.reshape(-1, line.numel()), data.reshape(-1, line.numel())
+    if max(len(all_rows), len(picked)) > MOST_ROWS:
+        return None
     if bool((picked == picked[:1]).all()) or not bool((all_rows == picked[:1]).all(1).any()):
         return None
     # Rows become numbers of their different values; each value has a first and a last owner.
-    _, values = torch.cat([all_rows, picked]).unique(dim=0, return_inverse=True)
+    _, values = torch.cat([_hashed(all_rows), _hashed(picked)]).unique(return_inverse=True)
     of_all, of_picked = values.cpu().split([len(all_rows), len(picked)])
     owners = owners.repeat_interleave(len(all_rows) // len(owners))
-    nobody, count = int(owners.max()) + 1, int(values.max()) + 1
-    first = torch.full((count,), nobody, device="cpu").scatter_reduce(0, of_all, owners, "amin")
+    count, size = int(values.max()) + 1, len(all_rows)
+    first = torch.full((count,), size, device="cpu")
+    first = first.scatter_reduce(0, of_all, torch.arange(size, device="cpu"), "amin")
     last = torch.full((count,), -1, device="cpu").scatter_reduce(0, of_all, owners, "amax")
-    if bool((last[of_picked] < 0).any()):
+    rows = first[of_picked]
+    if bool((rows == size).any()) or not all_rows[rows.to(all_rows.device)].equal(picked):
         return None
-    ids = first[of_picked].reshape(*lead, *[1] * len(line))
+    ids = owners[rows].reshape(*lead, *[1] * len(line))
     for axis in range(1, len(lead)):  # length one, where all along an axis are one sample's
         one = ids.narrow(axis, 0, 1)
         ids = one if bool((ids == one).all()) else ids
-    is_clear = bool((first == last)[of_picked].all())
-    return Picked(ids, is_clear, _are_uneven(of_all, of_picked, owners))
+    is_clear = bool((owners[rows] == last[of_picked]).all())
+    return Picked(ids, is_clear, rows, of_all, of_picked, owners)
 
 
-def _are_uneven(of_all: Tensor, of_picked: Tensor, owners: Tensor) -> bool:
-    """Whether picked rows stand in the order of all, but are not as many of each sample.
+def _hashed(rows: Tensor) -> Tensor:
+    """A number for each row ``[R, E] → [R]``; equal rows have the same. Sorting rows takes longer.
 
-    Args:
-        of_all: The number of the value of each row.
-        of_picked: The same for the picked rows.
-        owners: The sample of each row.
+    Different rows have different numbers but for chance. Sums of integers are exact in any order.
     """
-    samples, left = int(owners.max()) + 1, iter(of_all.tolist())
-    if not all(value in left for value in of_picked.tolist()):  # each search goes on from the last
-        return False
-    share, rest = divmod(len(of_picked), samples)
-    has = torch.zeros(samples, int(of_all.max()) + 1, dtype=torch.bool, device="cpu")
-    has[owners, of_all] = True
-    in_order = torch.arange(samples, device="cpu").repeat_interleave(share)
-    return bool(rest) or not bool(has[in_order, of_picked].all())
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    if rows.is_floating_point():
+        rows = (rows + 0.0).contiguous().view(_BITS[rows.element_size()])  # -0.0 equals 0.0
+    if rows.shape[1] == 1:
+        return rows[:, 0].long()
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=generator, device="cpu")
+    return (rows.long() * (weights | 1).to(rows.device)).sum(1)
 
 
 class _Data:
@@ -138,7 +197,7 @@ class _Data:
         depth: int | None,
         items: Sequence[Tensor] | None,
         is_readable: bool,
-        note: Callable[[], object],
+        note: Note,
     ) -> None:
         self._received, self._run, self._note = data, run, note
         self._shape: Shape = tuple(data.shape)
@@ -205,7 +264,7 @@ class _Data:
             for axis in range(whole.dim()):
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
-                    self._note()
+                    self._note(None)
                     ids = along(rows, self._run.axis, given.shape).movedim(0, axis)
                     readings.append(viewed(ids, tuple(turned.shape), self._shape, rows))
                     break
@@ -219,7 +278,7 @@ class _Data:
                 continue
             joined = torch.cat(tensors)
             if joined.flatten().equal(self._flat):
-                self._note()
+                self._note(None)
                 before = tuple(joined.shape)
                 return viewed(along(rows, 0, before), before, self._shape, rows)
             for axis in (0, 1) if self._lists else ():
@@ -227,14 +286,15 @@ class _Data:
                     row[: len(t)].equal(t)
                     for row, t in zip(self._received.movedim(axis, 0), tensors, strict=True)
                 ):
-                    self._note()
+                    self._note(None)
                     return self._of_items(group, axis)
         return None
 
     def _of_rows(self) -> SampleIds | None:
         """The ids of rows that an index or a mask picked, by values; of floats, seldom equal."""
-        for picked in self._picks() if self._received.is_floating_point() else ():
+        for source, picked in self._picks() if self._received.is_floating_point() else ():
             if picked.is_clear:
+                self._note(source)
                 return picked.ids
         return None
 
@@ -242,9 +302,15 @@ class _Data:
         """Whether rows were picked unevenly, and it is unknown whose, since some rows are equal."""
         if not any(len(given.shape) > len(self._shape) for given, _ in self._owned):
             return False  # a mask over several axes merges them
-        return any(picked.is_uneven for picked in self._picks())
+        for source, picked in self._picks():
+            given = next(given for given, _ in self._owned if given.path == source.path)
+            if len(given.shape) - source.axes == len(self._shape) - 1:
+                self._note(None)
+                if picked.is_uneven:
+                    return True
+        return False
 
-    def _picks(self) -> Iterator[Picked]:
+    def _picks(self) -> Iterator[tuple[Source, Picked]]:
         """The tensors that the model received and that have every row of the data."""
         if not self._is_readable or self._run.axis or not self._shape:
             return
@@ -255,8 +321,7 @@ class _Data:
             for axes in range(1, 1 + whole.dim()):
                 picked = picked_from(whole, self._received, rows, axes)
                 if picked is not None:
-                    self._note()
-                    yield picked
+                    yield Source(given.path, axes, picked.rows), picked
                     break
 
     def _of_lengths(self) -> SampleIds | None:

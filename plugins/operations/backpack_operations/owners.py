@@ -156,7 +156,7 @@ class Owners:
         is_usual |= self.ids.of_input(call) is not None or not data.dim()
         # If the length is not a multiple of N, it is nowhere taken for several rows of each sample.
         is_usual |= bool(data.shape[:1].numel() % max(1, len(samples)))
-        note = partial(self._survey.compared.setdefault, call)
+        note = partial(self._survey.compared.__setitem__, call)
         return not is_usual and is_unclear(data, call.run, samples, note)
 
     # Whether anything moves rows ------------------------------------------------------------------

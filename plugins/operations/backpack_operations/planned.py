@@ -16,10 +16,11 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.graph import Use, is_leaf
-from backpack_core.record.call import Site
+from backpack_core.record.call import Call, Site
 from backpack_core.record.models import owner_of
 from backpack_operations import faults, nodes
 from backpack_operations.bare import add_leaves
+from backpack_operations.data import Source
 from backpack_operations.noted import Unplanned
 from backpack_operations.owners import Owners, losses_with_rows, note_owners, rows_at_loss
 from backpack_operations.parameter_owners import owned_by_models
@@ -45,6 +46,31 @@ class ByValue:
         return self.tensor.equal(other.tensor)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class PlannedData(NamedTuple):
+    """What is known about data that a call received; plans do not differ by the source.
+
+    Attributes:
+        site: The number of the site.
+        ids: The sample of each entry; for a table there are no ids.
+        is_unclear: Whether the samples of its rows are unclear; ``None`` for a table.
+        source: The rows that they were picked from; ``None`` if they were not picked. While data
+            come from there, nothing else needs to be found out.
+    """
+
+    site: int
+    ids: ByValue
+    is_unclear: bool | None
+    source: Source | None
+
+    def holds(self, call: Call, owners: Owners) -> bool:
+        """Whether the same is known about data that a call received in another pass."""
+        if self.source is not None and self.source.gives(call.stored.inputs[0], call.run):
+            return True
+        if self.is_unclear is not None and owners.is_unclear(call) is not self.is_unclear:
+            return False
+        return ByValue(owners.ids.of_input(call)) == self.ids
 
 
 Inside = tuple[tuple[Any, ...], ...]  # of each node: its type, shapes, settings, and edges
@@ -254,9 +280,8 @@ class PlannedFacts(NamedTuple):
         uses: How operations use parameters; ``None`` if modules with rules use all of them.
         looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
         read: Sample ids that values of an index told, at outputs of operations.
-        compared: By the number of the site, the sample ids of data that a call received, and
-            whether they are unclear; where the values are those of rows that the model received.
-            For a table there are no ids, and nobody asks whether they are unclear.
+        compared: Data that calls received, where the values are those of rows that the model
+            received, and tables.
         losses: The sample of each row that a loss received, if columns are split there.
         insides: The operations inside of opened calls that have a rule, by number of the site.
     """
@@ -265,7 +290,7 @@ class PlannedFacts(NamedTuple):
     uses: PlannedUses | None
     looked_at: tuple[tuple[int, ByValue], ...]
     read: tuple[tuple[int, ByValue], ...]
-    compared: tuple[tuple[int, ByValue, bool | None], ...]
+    compared: tuple[PlannedData, ...]
     losses: tuple[tuple[int, ByValue], ...]
     insides: tuple[tuple[int, Inside], ...]
 
@@ -304,7 +329,12 @@ class PlannedFacts(NamedTuple):
         ids, unclear = Owners(survey).ids, survey.unclear
         tables = {site.call for site in survey.unusual if site.edge.node in survey.tables}
         compared = [
-            (first[call], ByValue(ids.of_input(call)), None if call in tables else call in unclear)
+            PlannedData(
+                first[call],
+                ByValue(ids.of_input(call)),
+                None if call in tables else call in unclear,
+                survey.compared.get(call),
+            )
             for call in dict.fromkeys((*survey.compared, *tables))
             if call in first
         ]
@@ -340,12 +370,8 @@ class PlannedFacts(NamedTuple):
         survey.received = dict.fromkeys(structure.sites, known.batch_size)
         owners, between = Owners(survey), [*structure.between]
         ids = owners.ids
-        for n, told_before, is_unclear in self.compared:
-            call = sites[n].call
-            if is_unclear is not None and owners.is_unclear(call) is not is_unclear:
-                return False
-            if ByValue(ids.of_input(call)) != told_before:
-                return False
+        if not all(data.holds(sites[data.site].call, owners) for data in self.compared):
+            return False
         if any(ByValue(ids.of_data_at(between[n])) != before for n, before in self.looked_at):
             return False
         if not self.read:

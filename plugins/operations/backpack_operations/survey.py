@@ -19,6 +19,7 @@ from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
+from backpack_operations.data import Source
 from backpack_operations.order import reached
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.told import Told
@@ -85,7 +86,8 @@ class GraphSurvey(Survey):
         are_by_values: Whether values of data say that rows are moved.
         read_at: Outputs of operations at which other values, such as an index, tell sample ids.
         looked_at: By an operation of parameters and data, the sample ids that the data told.
-        compared: Calls that received rows that the model received, too, as their values say.
+        compared: Calls that received rows that the model received, too, as their values say; with
+            the rows that they were picked from, if they were.
         unclear: Calls that received rows picked from the data, of unknown samples.
         values_read: Whether values of tensors were compared to find the samples.
         is_straight: Whether every call has a rule and its samples on axis 0, as a plan says.
@@ -121,7 +123,7 @@ class GraphSurvey(Survey):
     are_by_values: bool = False
     read_at: dict[tuple[Node, int], None] = field(default_factory=dict)
     looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
-    compared: dict[Call, None] = field(default_factory=dict)
+    compared: dict[Call, Source | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     values_read: bool = False
     is_straight: bool = False
