@@ -79,6 +79,12 @@ def time_first(m: Any, x: Tensor, number: int) -> Tensor:
     return m.c(m.a(rows.reshape(-1, D).clone()).tanh())
 
 
+def patches(m: Any, x: Tensor, number: int) -> Tensor:
+    """Entries that are moved by a copy, of the same sample at first."""
+    rows = x if number < CHANGE or number % 2 else x.roll(1, 0)
+    return m.c(m.a(rows.view(N, 2, 3, D).transpose(1, 2).reshape(N, T, D)).tanh().mean(1))
+
+
 def buffer_first(m: Any, x: Tensor, number: int) -> Tensor:
     return m.c((m.a(m.grid if number < CHANGE else x[:, 0] * 1) + x[:, 1]).tanh())
 
@@ -109,7 +115,7 @@ COMPUTED: dict[str, Compute] = {
     function.__name__: function
     for function in (
         *(picked, picked_by_operations, picked_words, ordered, ordered_by_operations),
-        *(ordered_leaf, time_first, buffer_first, constant_first, table_first),
+        *(ordered_leaf, time_first, patches, buffer_first, constant_first, table_first),
         *(last_of_sequences, gathered_from_sequences),
     )
 }
@@ -145,3 +151,17 @@ def test_data_are_looked_at_again(name: str, extension: str) -> None:
             assert found is expected, number
             continue
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.plans
+def test_patches_take_a_plan() -> None:
+    """Later passes compare entries with where they came from, and search for nothing."""
+    torch.manual_seed(0)
+    model, planned = extend(Model(patches)), 0
+    for _ in range(8):
+        block = backpack(BatchGrad())
+        loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, T, D), 0), torch.arange(N) % 3)
+        with block:
+            loss.backward()
+        planned += block._history["planned before"]
+    assert planned

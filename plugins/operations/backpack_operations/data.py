@@ -21,6 +21,7 @@ from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
 
 MOST_ROWS: Final = 2**20  # that are looked for; among more, sorting would take seconds
+_ODD: Final = 0x1E3779B97F4A7C15  # with as many ones as zeros
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -183,7 +184,10 @@ def _hashed(rows: Tensor) -> Tensor:
         return rows[:, 0].long()
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=generator, device="cpu")
-    return (rows.long() * (weights | 1).to(rows.device)).sum(1)
+    numbers = rows.long()
+    numbers = (numbers ^ (numbers >> 32)) * _ODD  # the last bits of round floats are zeros
+    numbers = numbers ^ (numbers >> 29)
+    return (numbers * (weights | 1).to(rows.device)).sum(1)
 
 
 class _Data:
