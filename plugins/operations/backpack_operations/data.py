@@ -185,8 +185,9 @@ def _hashed(rows: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=generator, device="cpu")
     numbers = rows.long()
-    numbers = (numbers ^ (numbers >> 32)) * _ODD  # the last bits of round floats are zeros
-    numbers = numbers ^ (numbers >> 29)
+    # The last bits of round floats are zeros, so the first ones are mixed with them.
+    numbers = (numbers ^ (numbers >> 32 & 2**32 - 1)) * _ODD
+    numbers = numbers ^ (numbers >> 29 & 2**35 - 1)
     return (numbers * (weights | 1).to(rows.device)).sum(1)
 
 
