@@ -21,10 +21,8 @@ from backpack_core import backpack, extend
 from backpack_core.extensions import (
     KFAC,
     BatchGrad,
-    BatchL2Grad,
     ClippedSumGrad,
     DiagGGNExact,
-    DiagGGNMC,
 )
 
 N, T, D, CHANGE, PASSES = 4, 5, 6, 6, 11
@@ -32,10 +30,8 @@ late = Event()  # an attribute of a model would be seen
 
 EXTENSIONS: dict[str, Callable[[], Any]] = {
     "gradients": BatchGrad,
-    "norms": BatchL2Grad,
     "clipped": lambda: ClippedSumGrad(0.1),
     "exact": DiagGGNExact,
-    "sampled": DiagGGNMC,
     "factors": KFAC,
 }
 

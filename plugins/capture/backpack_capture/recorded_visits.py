@@ -145,9 +145,10 @@ class _VisitRecorder(Recorder):
             yield Slot("gradient")
             return
         call = self.site.call
-        if not call.is_released:
-            yield from _stored(call.stored, tensor)
-        yield from _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
+        found = [] if call.is_released else [*_stored(call.stored, tensor)]
+        yield from found
+        if not found:  # else the code of the module decides what its nodes have saved
+            yield from _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
 
 
 def _stored(stored: Stored, tensor: Tensor) -> Iterator[Slot]:

@@ -183,7 +183,8 @@ class Compared(Repeated):
                 f"{where[0]}: the plugin {who} has declared that it only computes, so that the "
                 "same operations serve every pass of one structure, but it computed something else "
                 f"than before. {self._entry.uses} passes may be wrong. Take "
-                'declare_only_computes() out of the plugin, or write check="always".'
+                'declare_only_computes() out of the plugin, or write check="always". If there is '
+                "no plugin but the library's own, please report it."
             )
 
 
