@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BackpackError
+from backpack_core.errors import BackpackError, SampleMixingError
 from backpack_core.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact
 
 N, T, D, CHANGE, PASSES = 4, 6, 5, 5, 12
@@ -151,6 +151,13 @@ def test_data_are_looked_at_again(name: str, extension: str) -> None:
             assert found is expected, number
             continue
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("compute", [ordered, ordered_by_operations])
+def test_samples_in_another_order_are_refused(compute: Compute) -> None:
+    """Their targets may be in the order of the model's input, whoever meets the data first."""
+    model, x = extend(Model(compute)), torch.randn(N, T, D)
+    assert outcome(model, x, CHANGE + 2, BatchGrad()) is SampleMixingError
 
 
 @pytest.mark.plans

@@ -108,7 +108,7 @@ class _VisitRecorder(Recorder):
             self.same.update(dict.fromkeys((source, place) for place in places - {source}))
         return found
 
-    def is_known(self, tensor: Tensor) -> bool:
+    def was_seen(self, tensor: Tensor) -> bool:
         """Whether a tensor has been anywhere before."""
         return tensor in self._numbers
 
@@ -196,7 +196,7 @@ class Recording(Driver):
         recorder = self._recorder
         recorder.planned = getattr(run.survey, "planned_tensors", ())
         self._write_pause()
-        grads = laid_apart(grads, recorder.is_known)
+        grads = laid_apart(grads, recorder.was_seen)
         recorder.site, gradient = site, grads[site.edge.output_nr]
         recorder.place = self._places.index((site.call, site.index))
         recorder.arrive([gradient])
@@ -219,10 +219,10 @@ class Recording(Driver):
         recorder, site = self._recorder, self._recorder.site
         number, waits = recorder.between.get(node), node in schedule.at_nodes
         if site is None:
-            grads = laid_apart(grads, recorder.is_known)
+            grads = laid_apart(grads, recorder.was_seen)
         if site is not None and node is site.edge.node and number is None:
             # Columns may go through a call with a rule all the same, by the operations inside.
-            number = -1 - self._places.index((site.call, site.index))
+            number = -1 - recorder.place
         if number is None or issubclass(type(node), BackwardCFunction):
             if waits:
                 recorder.refusal = "code of the model crosses a node, or a node without a plan"
@@ -254,7 +254,7 @@ class Recording(Driver):
 
     def visit_leaf(self, run: BackwardPass, node: Node, output_nr: int, grad: Any) -> None:
         """By the engine: visit a parameter that operations use."""
-        (grad,) = laid_apart((grad,), self._recorder.is_known)
+        (grad,) = laid_apart((grad,), self._recorder.was_seen)
         number = self._recorder.between.get(node)
         with self._at(node, number, () if grad is None else (grad,)):
             self._visit_leaf(run.between, run, node, output_nr, grad)
@@ -268,7 +268,7 @@ class Recording(Driver):
         number = place, inside(site).index(node)
         self._forms[number] = form_inside(site, number[1])
         self._crossed[number] = node
-        apart = laid_apart(grads, self._recorder.is_known)
+        apart = laid_apart(grads, self._recorder.was_seen)
         with self._at(node, number, apart):
             self._recorder.place, self._recorder.around = place, view.stored
             self._recorder.before = self._order.index(place)

@@ -260,6 +260,9 @@ def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[l
         own: Any = structure.parameters[number]
         if own._backward_hooks or own._post_accumulate_grad_hooks:  # they may look at results
             return None
+    for at, form in recorded.arriving.items():
+        if form and isinstance(at, tuple) and form_inside(sites[at[0]], at[1]) != form:
+            return None
     for at, name, value in recorded.settings:
         if setting_of(node_of(at, sites, nodes), name) != value:
             return None
@@ -268,9 +271,6 @@ def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[l
         if one is None or not (one is other or is_same(other, one)):
             return None
     found = list[list[Stored]]()
-    for at, form in recorded.arriving.items():
-        if form and isinstance(at, tuple) and form_inside(sites[at[0]], at[1]) != form:
-            return None
     for place, stored, late, _, pattern in recorded.visits:
         site = sites[place]
         call, turn = site.call, turn_of(site)

@@ -92,7 +92,7 @@ class CarriedIds:
     def is_without_samples(self, node: Node) -> bool:
         """Whether a node's output was made of parameters alone, or picked from such a tensor."""
         while nodes.operation_of(node) in nodes.PICKS and node.next_functions[0][0] is not None:
-            if self._of_entry(node) is not None:
+            if self.of_entry(node) is not None:
                 return False
             node = node.next_functions[0][0]
         if is_leaf(node):
@@ -155,7 +155,7 @@ class CarriedIds:
         self, node: Node, output_nr: int, operand_ids: OperandIds
     ) -> SampleIds | None:
         """The ids at an output of a node that does not belong to a call."""
-        if not operand_ids and (ids := self._of_entry(node)) is not None:
+        if not operand_ids and (ids := self.of_entry(node)) is not None:
             self._guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
         rows, is_readable = self._input_rows, self._survey.is_readable
@@ -290,7 +290,7 @@ class CarriedIds:
             self._survey.looked_at[node] = ids
         return ids
 
-    def _of_entry(self, node: Node) -> SampleIds | None:
+    def of_entry(self, node: Node) -> SampleIds | None:
         """The ids where parameters meet data outside of modules, if the rows are the data's."""
         if node not in self._entries:
             is_entry = self._origins.of_constants(node) and not self._origins.has_own_rows(node)
