@@ -170,9 +170,7 @@ class Owners:
             is_other = is_other or survey.is_told or survey.depth is not None
             is_other = is_other or any(self._moves(node) for node, _ in survey.between)
             is_other = is_other or any(self._is_data_moved(site.call) for site in survey.unusual)
-            # Where single operations use parameters, they may meet the data before any module does.
-            met = [node for node, _ in survey.between] if survey.bare else []
-            is_other = is_other or any(map(self._is_entry_moved, met))
+            is_other = is_other or self._are_entries_moved
             # What the user said needs nothing that operations saved.
             is_readable = survey.is_told or survey.is_readable
             survey.are_moved = is_other and is_readable and self.ids.are_known
@@ -181,25 +179,32 @@ class Owners:
     def _is_data_moved(self, call: Call) -> bool:
         """Whether a module received data in another order than the model did."""
         is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
-        ids = None if is_other else self.ids.of_input(call)
+        ids, size = None if is_other else self.ids.of_input(call), self._survey.batch_size
         if ids is None and self._survey.is_told and not (is_other or self._is_of_table(call)):
             ids = self.ids.by_length(tuple(call.stored.inputs[0].shape), declared_axis(call))
-        if ids is None or is_along(ids, self.ids.axis_of(call, 0)):
+        if ids is None or not size or is_along(ids, self.ids.axis_of(call, 0)):
             return False
-        return self._are_in_disorder(ids, tuple(call.stored.inputs[0].shape))
+        rows = self._rows(ids, tuple(call.stored.inputs[0].shape), is_free=False)
+        return rows is None or not self._are_in_order(rows)
 
-    def _is_entry_moved(self, node: Node) -> bool:
-        """The same for an operation of parameters and data."""
-        ids = self.ids.of_entry(node)
-        return ids is not None and self._are_in_disorder(ids, nodes.lengths_of(node, 0))
+    def _are_in_order(self, rows: Tensor) -> bool:
+        """Whether there are as many rows of each sample, one sample after the other."""
+        samples = self.ids.samples
+        return rows.equal(samples.repeat_interleave(len(rows) // len(samples)))
 
-    def _are_in_disorder(self, ids: SampleIds, shape: Shape) -> bool:
-        """Whether rows are not those of the samples in order, as many of each."""
-        size = self._survey.batch_size
-        rows = self._rows(ids, shape, is_free=False) if size else None
-        usual = self.ids.samples
-        is_usual = rows is not None and rows.equal(usual.repeat_interleave(len(rows) // size))
-        return bool(size) and not is_usual
+    @property
+    def _are_entries_moved(self) -> bool:
+        """Whether operations of parameters met rows in another order, before any module did."""
+        survey = self._survey
+        for node, region in survey.between if survey.bare and survey.batch_size else ():
+            is_inside = not all(call.rule.transparent for call in region)
+            if is_inside or self.ids.operands((node, 0)):
+                continue
+            ids, shape = self.ids.of_entry(node), nodes.lengths_of(node, 0)
+            rows = None if ids is None else self._rows(ids, shape, is_free=True)
+            if rows is not None and not self._are_in_order(rows):
+                return True
+        return False
 
     def _is_of_table(self, call: Call) -> bool:
         """Whether a module made a table, or received no tensor."""
