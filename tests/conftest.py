@@ -6,6 +6,7 @@ import logging
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--nets", type=int, default=300, help="number of random nets")
     group.addoption("--traps", type=int, default=60, help="number of random nets with a trap")
     group.addoption("--seed", type=int, default=0, help="seed of the first of them")
+    parser.getgroup("grids").addoption(
+        "--grids",
+        choices=("drawn", "whole"),
+        default="drawn",
+        help="whether all cases of large grids run, or the share that their marker names",
+    )
     parser.getgroup("plans").addoption(
         "--plans",
         choices=("on", "off", "twice"),
@@ -64,12 +71,21 @@ def _make_none(planning: Planning, run: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what asks which passes went by a plan, where none does."""
-    if config.getoption("--plans") == "on":
-        return
-    left_out = [item for item in items if item.get_closest_marker("plans")]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    """Leave out what asks which passes went by a plan, where none does, and parts of grids."""
+    left_out = set()
+    if config.getoption("--plans") != "on":
+        left_out |= {item for item in items if item.get_closest_marker("plans")}
+    if config.getoption("--grids") == "drawn" and len({item.path for item in items}) > 1:
+        left_out |= {item for item in items if not is_drawn(item)}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
+
+
+def is_drawn(item: pytest.Item) -> bool:
+    """Whether a test runs without ``--grids=whole``: of a grid, those of its share."""
+    marker = item.get_closest_marker("grid")
+    return marker is None or crc32(item.nodeid.encode()) % marker.args[0] == 0
 
 
 @pytest.hookimpl(wrapper=True)

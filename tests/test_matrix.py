@@ -45,6 +45,7 @@ FROZEN = [(case, name) for case in LAYERS for name, _ in case.make().named_param
 KINDS = list({type(case.make()): case for case in reversed(LAYERS)}.values())
 
 
+@pytest.mark.grid(4)
 @layers
 @settings
 def test_layer(case: LayerCase, reduction: str, batch: int) -> None:
@@ -52,6 +53,7 @@ def test_layer(case: LayerCase, reduction: str, batch: int) -> None:
 
 
 # Both reductions and both batch sizes; all pairs of them are tried without frozen parameters.
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(("case", "name"), FROZEN, ids=lambda value: getattr(value, "id", value))
 @pytest.mark.parametrize(("reduction", "batch"), SETTINGS[:: len(BATCHES) + 1])
 def test_layer_with_frozen(case: LayerCase, name: str, reduction: str, batch: int) -> None:
@@ -73,6 +75,7 @@ def test_loss(case: LossCase, reduction: str, batch: int) -> None:
     case.problem(batch, reduction).check()
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.id)
 def test_layer_monte_carlo(case: LayerCase) -> None:
     if case.whole:  # every forward pass is another net: nothing to converge to

@@ -64,13 +64,14 @@ class Sameness:
         """What determines what a module of a class computes."""
         return {"forward": getattr(kind, "forward", None)}
 
-    def has_other(self, module: Module, behind: Mapping[Any, Any]) -> bool:
-        """Whether a module has something else, itself or by its class."""
-        return "forward" in module.__dict__ or self.watch(class_of(module), behind)()
+    def is_patched(self, kind: type, behind: Mapping[Any, Any]) -> bool:
+        """Whether a class has something else."""
+        return any(getattr(kind, name, None) is not own for name, own in behind.items())
 
     def watch(self, kind: type, behind: Mapping[Any, Any]) -> Callable[[], bool]:
-        """A function that says whether a class has something else by now."""
-        return lambda: any(getattr(kind, name, None) is not own for name, own in behind.items())
+        """A function that says whether what a class has under these names is another by then."""
+        now = {name: getattr(kind, name, None) for name in behind}
+        return lambda: self.is_patched(kind, now)
 
 
 @dataclass(eq=False, repr=False)
@@ -147,6 +148,7 @@ class Registry:
             PluginConflictError: Several distributions claim the type.
             PluginError: A judge finds a fault in its rule.
         """
+        self.look(module)
         kind, cache = class_of(module), self._rule_cache
         resolved = cache.get(kind)
         if resolved is None:
@@ -154,9 +156,10 @@ class Registry:
             if not resolved.is_fallback:
                 vet(type(resolved.rule), module, who=resolved.provenance)
                 self._watched[kind] = self.sameness.watch(kind, resolved.behind)
+                if self.sameness.is_patched(kind, resolved.behind):
+                    resolved = FALLBACK
             cache[kind] = resolved
-        is_other = resolved.behind and self.sameness.has_other(module, resolved.behind)
-        return FALLBACK if is_other else resolved
+        return FALLBACK if has_methods(module, resolved.behind) else resolved
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class; see :meth:`resolve`."""
@@ -191,6 +194,11 @@ class Registry:
             if claim.value is type(extension):
                 return f"{name} of {claim.provenance}"
         return name
+
+
+def has_methods(module: Module, behind: Mapping[Any, Any]) -> bool:
+    """Whether a module has attributes of its own where its class has methods."""
+    return any(hasattr(behind.get(name), "__get__") for name in module.__dict__)
 
 
 def is_named(key: ModuleType, kind: type) -> bool:

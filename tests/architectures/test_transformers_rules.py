@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid(4)
 @parametrize_checks(CASES)
 def test_layer(check):
     check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 
 from backpack_core.extensions import PCHMP
@@ -22,6 +23,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.grid(4)
 @parametrize_checks([*CASES, *OTHERS])
 def test_extension(check):
     check()

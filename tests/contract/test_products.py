@@ -69,6 +69,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 operations = pytest.mark.parametrize("operation", OPERATIONS)
 
 
+@pytest.mark.grid(4)
 @forms
 @operations
 @pytest.mark.parametrize("plan", PLANS)
@@ -113,6 +114,7 @@ def test_derivative(form: str, operation: str, size: int | None) -> None:
             assert_close(ours, reference, rtol=1e-10)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(("form", "other"), PAIRS)
 @pytest.mark.parametrize("size", [None, 1])
 def test_inner_product(form: str, other: str, size: int | None) -> None:

@@ -165,6 +165,7 @@ class Run:
             loss.backward()
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("check", ["first", "never"])
 @pytest.mark.parametrize("samples", [1, 3, T])
 @pytest.mark.parametrize("net", NETS, ids="-".join)
@@ -179,6 +180,7 @@ def test_first_order(net: tuple[str, str], samples: int, check: str) -> None:
         oracle.assert_close(parameter.variance, expected.var(0, correction=0))  # type: ignore[attr-defined]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("loss", [by_token, by_position])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("net", NETS, ids="-".join)

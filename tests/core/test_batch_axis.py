@@ -288,6 +288,7 @@ class Owner(nn.Module):
         return self.head(torch.tanh(x * self.g + self.p))  # type: ignore[no-any-return]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("is_module", [True, False])
 @pytest.mark.parametrize(("steps", "samples"), [(4, 4), (3, 3), (4, 3), (2, 4), (4, 1)])

@@ -56,6 +56,7 @@ def net(move: Move) -> nn.Module:
     ).double()
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("is_module", [True, False])
 @pytest.mark.parametrize(("samples", "steps"), [(3, 2), (3, 3), (2, 4), (1, 3)])
 @pytest.mark.parametrize("name", MOVES)

@@ -102,6 +102,7 @@ NETS |= {"by_position": _by_position, "sequence_first": _sequence_first, "packed
 NETS |= {"draws_first": _draws_first, "axial": _axial, "gated_over_steps": _gated_over_steps}
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("check", ["first", "never"])
 @pytest.mark.parametrize("samples", [1, 2, T, 4])
 @pytest.mark.parametrize("name", NETS)

@@ -120,6 +120,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("samples", [1, 2, 4])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", NORMS)
@@ -214,6 +215,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("is_declared", [False, True])
 @pytest.mark.parametrize("is_first", [True, False])

@@ -95,6 +95,7 @@ def _check(model: Raw, is_module: bool) -> None:
     check_owned_rows(model, x, y, logits, owners, parameters, is_module)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("is_module", [True, False])
 @pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("count", PLACES)
@@ -105,6 +106,7 @@ def test_where_parameters_meet_data(
     _check(Raw(meeting, "nothing", "mask", count, has_head), is_module)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("count", PLACES)
 @pytest.mark.parametrize("pick", PICKS)
 @pytest.mark.parametrize("move", MOVES)

@@ -198,6 +198,7 @@ class Told:
         return found
 
 
+@pytest.mark.grid(4)
 @PLAIN
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -218,6 +219,7 @@ def test_first_order_is_of_the_samples_that_were_told(
             oracle.assert_close(p.batch_dot, grads.flatten(1) @ grads.flatten(1).T)
 
 
+@pytest.mark.grid(4)
 @PLAIN
 @pytest.mark.parametrize("size", [1, None])
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)

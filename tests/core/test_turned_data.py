@@ -61,6 +61,7 @@ CASES = [(t, la, e) for t, la, e in CASES if t in ("a view", "a copy", "steps") 
          (la == "function" and e == "kept")]  # fmt: skip
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("is_module", [True, False])
 @pytest.mark.parametrize(("samples", "steps"), [(3, 2), (3, 3), (1, 2)])
 @pytest.mark.parametrize(("turn", "layer", "end"), CASES)

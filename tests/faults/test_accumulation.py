@@ -128,6 +128,7 @@ def _single_precision(_double_precision: None) -> None:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", names_of_extensions())
 def test_many_samples(name: str, way: str) -> None:

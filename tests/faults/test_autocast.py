@@ -130,6 +130,7 @@ def _step(problem: Problem, extension: Any, dtype: torch.dtype | None, whole: bo
         return [_numbers(getattr(p, extension.savefield), p) for p in model.parameters()]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("whole", [False, True], ids=["forward", "step"])
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("name", MODELS)

@@ -185,6 +185,7 @@ def _skip(name: str, extension: Any) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("make", TENSORS, ids=lambda make: type(make()).__name__)
 @pytest.mark.parametrize("name", MODELS)

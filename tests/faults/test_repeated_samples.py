@@ -254,6 +254,7 @@ def _reads_states(
     return classification(Net(forward, cell=cell, last=nn.Linear(width, 3)), (3, 2), batch)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("indices", [[0], [1, 0], None], ids=str)
 @pytest.mark.parametrize("batch", [2, 4])
 @pytest.mark.parametrize("reading", READINGS)

@@ -160,6 +160,7 @@ ON_CHAINS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("extension", TWICE)

@@ -162,6 +162,7 @@ def _shapes(make: Callable[[], Any], loss: str) -> list[torch.Size]:
     return [_numbers(*pair).shape for pair in found]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("make", EXTENSIONS, ids=NAMES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", ["fake", "meta"])

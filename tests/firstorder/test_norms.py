@@ -62,6 +62,7 @@ def _factors(shape: tuple[int, ...], place: str) -> tuple[Tensor, Tensor]:
     return out.to(dtype), (torch.randn(samples, positions, groups, size) * right).to(dtype)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("lazy", [False, True], ids=["whole", "lazy"])
 @pytest.mark.parametrize("budget", [None, 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

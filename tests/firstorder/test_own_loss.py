@@ -61,6 +61,7 @@ def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
         assert_close(one, other)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label())
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")

@@ -92,6 +92,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(("case", "reduction", "batch", "scale"), SETTINGS)
 def test_exact(case: Case, reduction: str, batch: int, scale: float) -> None:
     view = case.view(reduction, batch, scale)

@@ -61,6 +61,7 @@ def initial(module: nn.RNNBase, batch: int) -> Any:
     return draw(*shape)
 
 
+@pytest.mark.grid(3)
 @BATCHES
 @EVERY_KIND
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -33,6 +33,7 @@ def _drawn(seed: int) -> Prepared:
             continue
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_derivatives(seed: int) -> None:
     verdict = judge(_drawn(seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -10,8 +10,8 @@ from torch.nn import Module
 from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.discovery import choose, qualified_name
-from backpack_core.plugins.registry import is_named, registry
-from backpack_products.sameness import attributes_behind, has_other, same_maps
+from backpack_core.plugins.registry import has_methods, is_named, registry
+from backpack_products.sameness import Name, attributes_behind, is_patched, same_maps
 
 
 def override(extension: Extension, module: Module) -> Callable[..., Any] | None:
@@ -20,7 +20,8 @@ def override(extension: Extension, module: Module) -> Callable[..., Any] | None:
     A plugin's function is used for the same modules as a rule for its module type. An
     instance's own function is not used for subclasses.
     """
-    kinds = [k for k in same_maps(class_of(module)) if not has_other(module, attributes_behind(k))]
+    own = class_of(module)
+    kinds = [k for k in same_maps(own) if not _has_other(module, own, attributes_behind(k))]
     for kind in kinds[:1]:
         if kind in extension.carriers:
             return extension.carriers[kind]
@@ -31,3 +32,7 @@ def override(extension: Extension, module: Module) -> Callable[..., Any] | None:
                 chosen: Callable[..., Any] = choose(claims, name, "pair override").value
                 return chosen
     return None
+
+
+def _has_other(module: Module, kind: type[Module], behind: Mapping[Name, Any]) -> bool:
+    return is_patched(kind, behind) or has_methods(module, behind)

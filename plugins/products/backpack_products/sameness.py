@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack_core._torch import class_of
 from backpack_core.plugins.registry import Sameness
 from backpack_core.remember import remembered
 
@@ -59,11 +58,9 @@ def attributes_behind(parent: type) -> Mapping[Name, Any]:
     return {n: _attribute(parent, n) for n in (*names, *elsewhere)}
 
 
-def has_other(module: Module, attributes: Mapping[Name, Any]) -> bool:
-    """Whether a module has other methods, or its class computes by something else by now."""
-    kind = class_of(module)
-    is_patched = any(_attribute(kind, name) is not known for name, known in attributes.items())
-    return is_patched or any(hasattr(attributes.get(n), "__get__") for n in module.__dict__)
+def is_patched(kind: type, attributes: Mapping[Name, Any]) -> bool:
+    """Whether a module class computes by something else by now."""
+    return any(_attribute(kind, name) is not known for name, known in attributes.items())
 
 
 class Watched:
@@ -168,9 +165,9 @@ class Lent(Sameness):
         """The methods, and the functions that their code finds elsewhere."""
         return attributes_behind(kind)
 
-    def has_other(self, module: Module, behind: Mapping[Name, Any]) -> bool:
-        """Whether any of them was replaced, on the module or elsewhere."""
-        return has_other(module, behind)
+    def is_patched(self, kind: type, behind: Mapping[Name, Any]) -> bool:
+        """Whether any of them was replaced."""
+        return is_patched(kind, behind)
 
     def watch(self, kind: type[Module], behind: Mapping[Name, Any]) -> Callable[[], bool]:
         """A quick comparison with what a class has now."""
