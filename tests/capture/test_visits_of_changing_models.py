@@ -191,6 +191,21 @@ def test_what_is_one_at_first_is_several_later(name: str, extension: str) -> Non
 
 
 @pytest.mark.plans
+def test_what_has_changed_for_good_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After as many passes as the first recording took, then after twice as many."""
+    monkeypatch.setattr(visits, "FIRST", 2)
+    ours, lossfunc = extend(Model(weights_of_a_sum)), extend(nn.CrossEntropyLoss())
+    lasted: list[int] = []
+    for is_late in (False, True, False):
+        (late.set if is_late else late.clear)()
+        batches = [drawn("weights_of_a_sum") for _ in range(16)]
+        counts = [step(ours, lossfunc, batch, DiagGGNExact)[1] for batch in batches]
+        lasted.append(counts.index(1))
+    # Passes that miss, the one that is recorded, and two that are compared.
+    assert lasted[1:] == [2 + 1 + 2, 4 + 1 + 2], lasted
+
+
+@pytest.mark.plans
 @pytest.mark.parametrize("extension", ["gradients", "exact"])
 @pytest.mark.parametrize("name", ["the input", "of another loss", "weight of another loss"])
 def test_targets_that_are_one_tensor_with_others_at_first(name: str, extension: str) -> None:

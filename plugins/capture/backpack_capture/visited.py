@@ -175,6 +175,8 @@ class Entry:
             every module.
         passes: How many passes have run.
         uses: How many of them used the recording.
+        misses: How many passes in a row could not use it, since something differs.
+        renewals: How many recordings were given up for that.
         recorded: The recording, if one was made.
         refusal: Why none will be made; empty otherwise.
     """
@@ -182,9 +184,14 @@ class Entry:
     def __init__(self, extensions: Sequence[Extension], is_alone: bool, is_shown: bool) -> None:
         self.is_alone, self.is_shown = is_alone, is_shown
         self.form = [(type(extension), {**vars(extension)}) for extension in extensions]
-        self.passes = self.uses = 0
+        self.passes = self.uses = self.misses = self.renewals = 0
         self.recorded: Recorded | None = None
         self.refusal = ""
+
+    def renew(self) -> None:
+        """Give the recording up, so that the next pass makes another."""
+        self.recorded, self.uses, self.misses = None, 0, 0
+        self.renewals += 1
 
     def is_of(self, extensions: Sequence[Extension]) -> bool:
         """Whether extensions have these settings; never if the settings hold tensors."""

@@ -54,7 +54,10 @@ class Visits(PlanObserver):
         if entry.recorded is None:
             return Recording(run, structure, entry) if _may_record(entry, run, structure) else None
         given = given_to(entry.recorded, structure, is_alone)
+        entry.misses = 0 if given else entry.misses + 1
         if given is None:
+            if entry.misses == FIRST << entry.renewals:  # longer each time, for what keeps changing
+                entry.renew()
             return None
         entry.uses += 1
         if entry.uses & (entry.uses - 1) == 0:
