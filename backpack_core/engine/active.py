@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -162,18 +161,6 @@ def pop(context: Context) -> None:
         stacks[ident] = remaining
     else:
         stacks.pop(ident, None)
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """A block in which no context is active on this thread."""
-    ident = threading.get_ident()
-    stack = stacks.pop(ident, None)
-    try:
-        yield
-    finally:
-        if stack is not None:
-            stacks[ident] = stack
 
 
 def _is_foreign_thread() -> bool:

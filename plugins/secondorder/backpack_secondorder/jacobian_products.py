@@ -11,7 +11,6 @@ from torch import Tensor
 
 from backpack_core import View
 from backpack_core.autocast import without_autocast
-from backpack_core.engine.active import suspended
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_products.transposition import somewhere
 from backpack_secondorder.operators import edge_at_input, is_finite
@@ -23,6 +22,7 @@ from backpack_secondorder.products import (
     of_one_or_several,
 )
 from backpack_secondorder.residual import live_inputs
+from backpack_secondorder.suspended import suspended
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
 from backpack_secondorder.whole import GraphReading, LossGraph

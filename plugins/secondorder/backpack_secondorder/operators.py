@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge, Node
 from backpack_core import LayerRule, View
 from backpack_core.autocast import without_autocast
 from backpack_core.contract.propagator import loss_behind_a_loss
-from backpack_core.engine.active import suspended
 from backpack_core.engine.location import nothing_arrived
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import SITES, Call, Edge
@@ -35,6 +34,7 @@ from backpack_secondorder.residual import (
     require_one_input,
     unit_vectors,
 )
+from backpack_secondorder.suspended import suspended
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
 from backpack_secondorder.whole import LossGraph
