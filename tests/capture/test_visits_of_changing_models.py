@@ -140,6 +140,43 @@ def other_base(m: Model, x: Tensor, is_late: bool) -> Tensor:
     return m.c(m.a(x).sigmoid() ** (3.0 if is_late else 2.0))
 
 
+def other_part(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    """The head of another task."""
+    return m.b(m.a(x).tanh()).chunk(2, 1)[is_late]
+
+
+def other_order_of_parts(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    first, second = m.a(x).split(D // 2, 1)
+    return m.c(torch.cat([second * first.sigmoid(), second] if is_late else [first, second], 1))
+
+
+def swapped_parts(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    first, second = m.a(x).unflatten(1, (2, D // 2)).unbind(1)
+    gated = second * first.sigmoid() if is_late else first * second.sigmoid()
+    return m.b(torch.cat([gated, gated.sin()], 1))[:, :3]
+
+
+def other_rows(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    rows = m.a(x).tanh().unbind(0)
+    return m.c(torch.stack([rows[0], rows[1 + is_late], rows[2 + is_late], rows[0]]))
+
+
+def swapped_parts_of_a_parameter(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    first, second = m.scale.split(D // 2)
+    both = torch.cat([second, 2 * first] if is_late else [first, 2 * second])
+    return m.c(m.a(x).tanh() * both)
+
+
+def other_moment(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    h = m.a(x).tanh()
+    return m.c(h * torch.std_mean(h, 1, keepdim=True)[is_late])
+
+
+def other_extreme(m: Model, x: Tensor, is_late: bool) -> Tensor:
+    h = m.a(x).tanh()
+    return m.c(h - torch.aminmax(h, dim=1, keepdim=True)[is_late])
+
+
 COMPUTED: dict[str, Callable[[Any, Tensor, bool], Any]] = {
     function.__name__: function
     for function in (
@@ -147,6 +184,8 @@ COMPUTED: dict[str, Callable[[Any, Tensor, bool], Any]] = {
         *(two_branches, two_factors_of_a_parameter, weights_of_a_sum),
         *(left_out_mask, left_out_scale, left_out_bound, left_out_bound_of_a_parameter),
         *(left_out_weight, left_out_divisor, other_base),
+        *(other_part, other_order_of_parts, swapped_parts, other_rows),
+        *(swapped_parts_of_a_parameter, other_moment, other_extreme),
     )
 }
 OF_TOKENS = {"two_tables", "left_out_mask", "left_out_scale"}

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
+from backpack_core._torch import Node
 from backpack_core.graph import Survey, is_leaf
 from backpack_core.record.call import Edge
 from backpack_core.record.models import owner_of
@@ -105,11 +106,11 @@ def trust_in(survey: Survey, question: Question) -> Trust | None:
 def known_of(survey: Survey, asked: Hashable) -> Trust:
     """What earlier passes of the same structure showed; counts this pass.
 
-    A structure consists of the calls, the nodes between them with their axes, train or eval mode,
-    the axes that are as long as the batch, which calls received the model's input, which return
-    tables, and the classes of modules, of their tensors and of modes around the model, since these
-    may replace functions. Sizes do not count, so that padding to another length keeps the
-    structure.
+    A structure consists of the calls, the nodes between them with their axes, what leads to what,
+    train or eval mode, the axes that are as long as the batch, which calls received the model's
+    input, which return tables, and the classes of modules, of their tensors and of modes around the
+    model, since these may replace functions. Sizes do not count, so that padding to another length
+    keeps the structure.
 
     Args:
         survey: The graph.
@@ -132,20 +133,37 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
 def _structure(survey: Survey) -> tuple[object, ...]:
     """The structure of a graph, as a key."""
     calls, is_batch = [], survey.batch_size.__eq__
-    tables = survey.tables if isinstance(survey, GraphSurvey) else ()
+    between, tables = list[Node](), set[Node]()
+    if isinstance(survey, GraphSurvey):
+        between, tables = [node for node, _ in survey.between], survey.tables
+    places: dict[object, int] = {node: number for number, node in enumerate(between)}
+    places |= {site.edge[:2]: ~number for number, site in enumerate(survey.sites.values())}
+
+    def operands(edges: Iterable[Any]) -> list[object]:
+        """Which calls and nodes made the operands, each with the number of its output."""
+        pairs = [edge[:2] if edge else (None, 0) for edge in edges]
+        return [(places.get(pair, places.get(pair[0])), pair[1]) for pair in pairs]
+
     for (call, index), site in survey.sites.items():
         stored, received = call.stored, () if all(call.edges) else (call.receives_input,)
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         kinds = type(call.module), *map(type, stored.tensors.values())
         modes = call.run.modes if isinstance(call.run, ModelRun) else ()
         data = *received, site.edge.node in tables
-        calls.append((call.path, index, call.training, kinds, modes, data, *axes))
+        own = call.path, index, call.training, kinds, modes, data
+        calls.append((*own, *axes, *operands(call.edges)))
     if not isinstance(survey, GraphSurvey):
         return (*calls,)
-    settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.between]
+    operations, is_readable = list[tuple[object, ...]](), survey.is_readable
+    for node in between:
+        is_indexed = is_readable and nodes.has_indices(type(node))
+        indexed = nodes.axes_indexed(node) if is_indexed else ()
+        settings = sys.intern(node.name()), *nodes.settings_of(node), *indexed
+        lengths = map(is_batch, nodes.lengths_of(node, 0))
+        operations.append((*settings, *lengths, *operands(node.next_functions)))
     # Data that operations meet may be in order in one pass, but not in others.
     met = [
         None if i is None else (i.shape, *i.flatten().tolist()) for i in survey.looked_at.values()
     ]
     # So may rows be by an index that the user gives.
-    return (*calls, *settings, *met, len(survey.alignment.owned))
+    return (*calls, *operations, *met, len(survey.alignment.owned))

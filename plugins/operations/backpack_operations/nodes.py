@@ -82,8 +82,12 @@ FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
 _SAVED = (
     *("dim", "dim0", "dim1", "dim2", "dims", "dimension", "self_dim", "source_dim", "sumdim"),
     *("axis", "start", "step", "offset", "shifts", "stride", "storage_offset", "pad", "reverse"),
-    *("training", "train", "update"),
+    *("training", "train", "update", "group", "groups", "transposed", "output_padding"),
+    *("kernel_size", "padding", "dilation", "ceil_mode", "count_include_pad"),
+    *("upscale_factor", "downscale_factor", "left", "transpose", "adjoint", "diagonal"),
 )
+# Settings of which only the number of axes counts, and not the sizes.
+_COUNTED = ("normalized_shape",)
 
 
 # Settings that follow from shapes, or that do not say where rows go.
@@ -145,8 +149,29 @@ def operation_of(node: Node) -> str:
 
 def settings_of(node: Node) -> list[object]:
     """The settings that an operation saved, such as axes; plans compare them."""
-    values = [getattr(node, name) for name in setting_names(type(node))]
-    return [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+    kind = type(node)
+    values = [getattr(node, name) for name in setting_names(kind)]
+    found = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+    return found + [len(getattr(node, name)) for name in _counted_names(kind)]
+
+
+@cache
+def _counted_names(kind: type) -> tuple[str, ...]:
+    return tuple([f"_saved_{name}" for name in _COUNTED if hasattr(kind, f"_saved_{name}")])
+
+
+@cache
+def has_indices(kind: type) -> bool:
+    """Whether a type of node saves several indices, one for each axis: ``h[:, index]``."""
+    return operations().get(kind, "") in ("Index", "IndexPut", "IndexPutImpl", "UnsafeIndexPut")
+
+
+def axes_indexed(node: Node) -> tuple[bool, ...]:
+    """By axis, whether it has an index; for a node that :func:`has_indices`.
+
+    It reads what the node has saved, so no hook may have taken that.
+    """
+    return tuple([index is not None for index in node._saved_indices])  # type: ignore[attr-defined]
 
 
 @cache

@@ -69,6 +69,7 @@ class Structure:
         self._buffers: dict[Module, set[int]] = {}  # memories of the buffers of models
         self._rows: list[Rows] = []  # of memories that calls received outside of models
         self._regions: dict[Node, Region] = {}
+        self._indexing: list[Node] = []
         self.places: dict[Place, int] = {}
         todo: list[tuple[Node, int, Region]] = [(*edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
@@ -84,6 +85,7 @@ class Structure:
                     raise Unplanned("an operation is reached from inside of a module and outside")
                 continue
             places[place] = len(places)
+            facts.append(number)  # which part of a chunk it is
             noted: Any = node.metadata
             found = noted[SITES].get(number) if SITES in noted else None
             if VIEWED in noted:
@@ -101,7 +103,8 @@ class Structure:
                     region = (call, *region)
             for edge in further:
                 todo.append((edge[0], edge[1], region))
-        self.key = (*facts, *self._relations(context))
+        indexed = map(nodes.axes_indexed, self._indexing)  # all calls are readable, so nodes are
+        self.key = (*facts, *indexed, *self._relations(context))
 
     @cached_property
     def _flat(self) -> list[Any]:
@@ -234,6 +237,8 @@ class Structure:
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
         facts += nodes.settings_of(node)
+        if nodes.has_indices(kind):
+            self._indexing.append(node)
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
