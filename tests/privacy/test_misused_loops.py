@@ -62,6 +62,17 @@ def hooked(loop: Loop, x: Tensor, y: Tensor) -> None:
     loop.private.step(loop.loss(x, y))
 
 
+class Inside(nn.Module):
+    """A loss module that calls another."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inside = nn.CrossEntropyLoss(**options)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.inside(output, target)
+
+
 DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "the old loader": (
         lambda: Loop().private.step(torch.zeros((), requires_grad=True)),
@@ -149,6 +160,18 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         ).each(well),
         "normaliser=None",
     ),
+    "a mean over other rows": (
+        lambda: Loop(lossfunc=Inside(), normaliser="samples").each(
+            stepping(lambda loop, x, y: loop.loss(x, torch.where(y == 0, -100, y)))
+        ),
+        "but CrossEntropyLoss 'inside' divides by",
+    ),
+    "a mean over weights": (
+        lambda: Loop(lossfunc=Inside(weight=torch.tensor([1.0, 2, 3])), normaliser="samples").each(
+            well
+        ),
+        "but CrossEntropyLoss 'inside' divides by",
+    ),
     "backward twice": (lambda: Loop().each(backward_twice), "Two backward passes"),
     "two losses in a block": (lambda: Loop().each(two_backwards), "Two backward passes"),
     "left out by an error": (lambda: Loop().each(caught), "the batch would be left out"),
@@ -235,6 +258,16 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     "data in a buffer, later": (
         lambda: Loop(RemembersLater()).each(well, 4),
         "public_buffers=['mean']",
+    ),
+    "a mean that is said to be a sum": (
+        lambda: Loop(lossfunc=Inside(), normaliser=None).each(well, 3),
+        "has another ratio in other batches",
+    ),
+    "a mean over rows with a divisor of another number": (
+        lambda: Loop().each(
+            lambda loop, x, y: loop.private.step(loop.loss(x, y), normaliser=7.0), 3
+        ),
+        "has another ratio in other batches",
     ),
     "budget": (lambda: Loop(epochs=1, target_delta=1e-3).each(well, 2), "that were planned"),
 }

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, WeightedRandomSampler, default_collate
 
+from backpack_optimizers import KFAC
 from backpack_privacy import AdaptiveClipping, Clipping, make_private, replace_batch_norm
 from tests.privacy.loops import DATA, check_refused
 from tests.privacy.problems import loader_of, perceptron
@@ -112,6 +113,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: private(m := perceptron(), optimizer=torch.optim.LBFGS(m.parameters())),
         "several times in a step",
     ),
+    "KFAC": (lambda: private(m := extend(perceptron()), optimizer=KFAC(m)), "reads curvature"),
     "trained in bfloat16": (lambda: private(perceptron().bfloat16()), "is in bfloat16"),
     "one layer in float16": (
         lambda: private(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).half())),

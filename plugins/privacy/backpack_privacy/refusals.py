@@ -134,6 +134,11 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
             "LBFGS evaluates the loss several times in a step, and every evaluation would need to "
             "be private. Use an optimizer that takes one gradient for a step, such as SGD or Adam."
         )
+    if any(kind.__module__.startswith("backpack_optimizers.") for kind in type(optimizer).__mro__):
+        raise UsageError(
+            f"{type(optimizer).__name__} reads curvature from private data, and no noise is added "
+            "to that. Use an optimizer that takes gradients only, such as SGD or Adam."
+        )
     if type(optimizer).__name__.startswith("DP") and "opacus" in type(optimizer).__module__:
         raise UsageError(
             "The optimizer is already one of Opacus. Pass optimizer.original_optimizer."

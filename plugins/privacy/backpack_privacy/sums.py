@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import backpack
+from backpack_core import View, backpack
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_interplay.shards import shards_in
 from backpack_privacy.clipping import Clipping
+from backpack_privacy.divisors import Divisor, Divisors, divisor_of
 from backpack_privacy.refusals import is_half
 from backpack_privacy.sampling import Draw
 
@@ -50,6 +51,7 @@ class Sums:
 
     Attributes:
         norms: The norms of the samples' gradients so far, for each group.
+        divisors: Compares what losses divide by, in all batches.
         is_complete: Whether all parts were added.
         is_partial: Whether some parts were added, but not all.
     """
@@ -65,6 +67,7 @@ class Sums:
         self._model, self._shards = model, dict[Tensor, Tensor]()
         self._named, self._clipping = named, clipping
         self._groups = clipping.bind(named)
+        self.divisors = Divisors()
         self.forget()
 
     def forget(self) -> None:
@@ -170,6 +173,7 @@ class Pass:
         """
         self._sums, self._clipping, self._draw = sums, clipping, draw
         self._norms: dict[str, Tensor] = {}
+        self._said, self._divisors = 1.0, list[Divisor]()
         self._block = ExitStack()
 
     def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
@@ -196,8 +200,17 @@ class Pass:
             weights=self._weights,
         )
         gradient: Any = "shared" if is_wrapped else "none"
-        block = backpack(extension, gradient=gradient, samples=self._draw.owners)
+        look = None
+        if not isinstance(normaliser, str):
+            self._said, look = normaliser or 1.0, self._look
+        block = backpack(extension, gradient=gradient, samples=self._draw.owners, observer=look)
         self._block.enter_context(block)
+
+    def _look(self, view: View) -> None:
+        """Note what extended losses divide by, though something else was said."""
+        divisor = divisor_of(view)
+        if divisor is not None and divisor.number:  # the gradients of a loss of nothing are NaN
+            self._divisors.append(divisor)
 
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
         if self._norms:
@@ -222,6 +235,8 @@ class Pass:
             self._block.__exit__(*error)
             if error[0] is None:
                 self._sums.add(self._draw, self._norms)
+                if self._draw.units:
+                    self._sums.divisors.check(self._said, self._divisors)
         except Exception:
             self._sums.forget()
             raise
