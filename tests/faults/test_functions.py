@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from backpack_core import backpack, extend
+from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -98,3 +101,15 @@ INNER: dict[str, Callable[[], nn.Module]] = {
 def test_no_gradient(name: str, inner: str, kind: str) -> None:
     parts = {"first": nn.Linear(3, 4), "inner": INNER[inner](), "last": nn.Linear(4, 3)}
     compare_or_nothing(classification(Net(NOTHING[name], **parts), (3,)), kind)
+
+
+@pytest.mark.parametrize("look_up", [F.embedding, F.embedding_bag])
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
+def test_options_of_gradients_are_refused(option: str, look_up: Callable[..., Tensor]) -> None:
+    """Autograd's gradient is then no derivative; the sum over samples would be equal to it."""
+    table, index = nn.Parameter(torch.randn(7, 3)), torch.randint(7, (4, 2))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    output = look_up(index, table, **{option: True})
+    output = output.mean(1) if output.dim() == 3 else output
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=f"{option} set, which"):
+        lossfunc(output, torch.randint(3, (4,))).backward()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, WeightedRandomSampler, default_collate
 
+from backpack_core import extend
 from backpack_optimizers import KFAC
 from backpack_privacy import AdaptiveClipping, Clipping, make_private, replace_batch_norm
 from tests.privacy.loops import DATA, check_refused

@@ -89,8 +89,6 @@ def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
         if len(row) != 1 or row[0] is None or row[0].dtype == torch.bool:
             return None
         row = row[0] % shape[0]
-    elif node._saved_sparse or node._saved_scale_grad_by_freq:
-        return None
     elif node._saved_padding_idx in range(shape[0]):  # -1 means no padding
         mat = mat * (row != node._saved_padding_idx).unsqueeze(-1)
     if len(shape) != 2 or mat.shape[1:] != (*row.shape, shape[1]):

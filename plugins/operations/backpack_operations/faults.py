@@ -12,6 +12,7 @@ from backpack_core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from backpack_core.graph import described
 from backpack_core.record.call import Call
 
 
@@ -34,6 +35,17 @@ def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
     )
     error.node = node
     return error
+
+
+def other_gradients(node: Node, option: str) -> BackpackError:
+    """An option of a look-up makes of its gradient something else than a derivative."""
+    reason = {
+        "scale_grad_by_freq": "divides gradients by counts over the whole batch",
+        "sparse": "makes gradients sparse, but quantities are dense",
+    }[option]
+    return UnsupportedError(
+        f"The operation {described(node)!r} has {option} set, which {reason}: leave {option} out."
+    )
 
 
 def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:

@@ -78,6 +78,9 @@ FACTORS = dict.fromkeys(
 )
 FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
 
+# Options of look-ups that make of their gradient something else than a derivative.
+_OF_LOOKUPS = ("scale_grad_by_freq", "sparse")
+
 # The settings (not tensors or sizes) that operations save and our decisions depend on.
 _SAVED = (
     *("dim", "dim0", "dim1", "dim2", "dims", "dimension", "self_dim", "source_dim", "sumdim"),
@@ -85,6 +88,7 @@ _SAVED = (
     *("training", "train", "update", "group", "groups", "transposed", "output_padding"),
     *("kernel_size", "padding", "dilation", "ceil_mode", "count_include_pad"),
     *("upscale_factor", "downscale_factor", "left", "transpose", "adjoint", "diagonal"),
+    *_OF_LOOKUPS,
 )
 # Settings of which only the number of axes counts, and not the sizes.
 _COUNTED = ("normalized_shape",)
@@ -378,6 +382,13 @@ def vmap_nodes() -> tuple[list[str], frozenset[str]]:
     """
     heading, *lines = _lines("vmap_nodes.txt")
     return heading.split()[1:], frozenset(" ".join(lines).split())
+
+
+def option_of_gradients(node: Node) -> str:
+    """The option of a look-up that makes of the gradient something else; empty if there is none."""
+    if operation_of(node) not in ("Embedding", "EmbeddingBag"):
+        return ""
+    return next((name for name in _OF_LOOKUPS if getattr(node, f"_saved_{name}")), "")
 
 
 def mixes_samples(node: Node) -> bool:

@@ -170,6 +170,8 @@ def _pass(survey: GraphSurvey, node: Node, region: Region) -> _Steps:
     further: _Steps = []
     if nodes.is_nested(node):
         raise faults.nested_tensor(f"What the operation {described(node)!r} made", node)
+    if option := nodes.option_of_gradients(node):
+        raise faults.other_gradients(node, option)
     if nodes.mixes_samples(node):
         what = f"The operation {described(node)!r}"
         survey.faults.append((faults.mixing(what), node))
