@@ -276,6 +276,17 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
     with pytest.raises(UsageError, match="must be zero or positive"):
         Influence(damping=-1.0)
+    for wrong in (True, float("inf"), {"0.weight": -1.0}):
+        with pytest.raises(UsageError, match="must be zero or positive, and finite"):
+            Influence(damping=wrong)
+    with pytest.raises(UsageError, match="damping names 'typo'"):
+        influence(model, lossfunc, train, queries, Influence(damping={"typo": 1.0}))
+    with pytest.raises(UsageError, match="gone through more than once"):
+        Influence(curvature_loader=iter(train))
+    with pytest.raises(UsageError, match="rtol must be"):
+        Influence(rtol=-1.0)
+    with pytest.raises(UsageError, match="a positive number of batches"):
+        Influence(queries_at_once=0)
     with pytest.raises(UsageError, match="curvature must be one of"):
         Influence("ggn")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Got 1 rates and 2 states"):
@@ -287,10 +298,29 @@ def test_refusals() -> None:
     noisy = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     with pytest.raises(UsageError, match=r"Dropout '1' is in train mode.*model.eval\(\)"):
         influence(noisy, lossfunc, train, queries)
+    for noise in (nn.RReLU(), Noise()):
+        noisy = nn.Sequential(nn.Linear(5, 4), noise, nn.Linear(4, 3))
+        with pytest.raises(UsageError, match="The model is random"):
+            influence(noisy, lossfunc, train, queries, "dot")
     x, y = vectors(4)
     x[2] = torch.nan
     with pytest.raises(UsageError, match="training sample 2 are not finite"):
         influence(model, lossfunc, loader((x, y), 2), queries, "dot")
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+def test_compiled_models() -> None:
+    """Their forward pass is recorded only inside of a block."""
+    model, lossfunc = mlp(), nn.CrossEntropyLoss()
+    train, queries = loader(vectors(6), 3), loader(vectors(2), 2)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = influence(compiled, lossfunc, train, queries, "dot", progress=False)
+    expected = influence(model, lossfunc, train, queries, "dot", progress=False)
+    torch.testing.assert_close(found.values, expected.values)
 
 
 @pytest.mark.parametrize(

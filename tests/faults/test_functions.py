@@ -111,5 +111,5 @@ def test_options_of_gradients_are_refused(option: str, look_up: Callable[..., Te
     lossfunc = extend(nn.CrossEntropyLoss())
     output = look_up(index, table, **{option: True})
     output = output.mean(1) if output.dim() == 3 else output
-    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=f"{option} set, which"):
+    with pytest.raises(UnsupportedError, match=f"{option} set, which"), backpack(BatchGrad()):
         lossfunc(output, torch.randint(3, (4,))).backward()

@@ -176,7 +176,7 @@ class History:
             "momentum": random.choice([0.0, 0.9]),
             "method": "curvature",
             "adam_scale": 0.1,
-            "eps": 1e-2,
+            "adam_eps": 1e-2,
         }
         names = [n for n, _ in plain.named_parameters()]
         groups = [{**self.settings, "names": names}]

@@ -166,7 +166,6 @@ class Curvature:
 
     outer: Tensor
     inner: Tensor
-    weight: float
     count: int = 1
     inverted: Any = None  # the damped matrix that is solved with, or vectors and values
     corrected: int = 0
@@ -219,7 +218,7 @@ class Plain:
         outer, inner = one.outer.sum(0), one.inner.mean(0)
         old = self.known.get(name)
         if old is None:
-            self.known[name] = Curvature(outer, inner, one.weight)
+            self.known[name] = Curvature(outer, inner)
             return
         if self.is_corrected:
             vectors, values = old.inverted
@@ -230,9 +229,7 @@ class Plain:
         old.count += 1
         keep = min(1 - 1 / old.count, decay)
         old.outer = keep * old.outer + (1 - keep) * outer
-        weight = keep * old.weight + (1 - keep) * one.weight
-        old.inner = (keep * old.weight * old.inner + (1 - keep) * one.weight * inner) / weight
-        old.weight = weight
+        old.inner = keep * old.inner + (1 - keep) * inner
 
     def _invert(self, name: str, one: Curvature) -> None:
         product = torch.kron(one.outer, one.inner)
@@ -320,7 +317,7 @@ def adam(group: Any, moments: dict[str, Any], name: str, parameter: Tensor, grad
     count += 1
     first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
     moments[name] = first, second, count
-    root = (second / (1 - 0.999**count)).sqrt() + group["eps"]
+    root = (second / (1 - 0.999**count)).sqrt() + group["adam_eps"]
     parameter.sub_(group["lr"] * group["adam_scale"] * first / (1 - 0.9**count) / root)
 
 

@@ -125,7 +125,7 @@ class NewtonHistory:
             "weight_decay": random.choice([0.0, 0.1]),
             "method": "curvature",
             "adam_scale": 0.1,
-            "eps": 1e-2,
+            "adam_eps": 1e-2,
         }
         names = [n for n, _ in self.plain.named_parameters()]
         self.groups = [{**self.settings, "names": names}]

@@ -355,7 +355,8 @@ class TestRefusals:
     def test_settings(self, setting: str, value: Any) -> None:
         with pytest.raises(UsageError, match=setting):
             KFAC(
-                problem()[0], **({"betas": (value, 0.9)} if setting == "beta" else {setting: value})
+                problem()[0],
+                **({"adam_betas": (value, 0.9)} if setting == "beta" else {setting: value}),
             )
 
     @BOTH
@@ -367,14 +368,17 @@ class TestRefusals:
         assert optimizer.damping == 0.1
 
     def test_beta(self) -> None:
-        with pytest.raises(UsageError, match="beta must be a number below 1"):
-            KFAC(problem()[0], betas=(2.0, 0.9))
+        with pytest.raises(UsageError, match="adam_betas must be a number below 1"):
+            KFAC(problem()[0], adam_betas=(2.0, 0.9))
 
     def test_a_group_that_is_refused_is_not_added(self) -> None:
         model, *_ = problem()
         first, *others = model.parameters()
         optimizer = KFAC(model, [first])
-        for wrong in ({"momentum": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}):
+        model = problem()[0]
+        with pytest.raises(UsageError, match="did you mean 'adam_betas'"):
+            KFAC(model, [{"params": [*model.parameters()], "betas": (0.9, 0.99)}])
+        for wrong in ({"momentum": -1.0}, {"adam_betas": (0.9, 1.0)}, {"adam_eps": -1.0}):
             with pytest.raises(UsageError, match="must be a number"):
                 optimizer.add_param_group({"params": others, **wrong})
             assert len(optimizer.param_groups) == 1
@@ -399,6 +403,19 @@ class TestRefusals:
         optimizer = KFAC(model)
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
         assert "max_momentum" in KFAC(model, optimizer.param_groups).param_groups[0]
+
+    @BOTH
+    def test_schedules_cycle_the_momentum(self, kind: Any) -> None:
+        """They would rather take betas, which belong to the parameters without factors."""
+        optimizer = kind(problem()[0])
+        group = optimizer.param_groups[0]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=9, base_momentum=0.5, max_momentum=0.95
+        )
+        assert (group["momentum"], group["adam_betas"]) == (0.95, (0.9, 0.999))
+        with pytest.warns(UserWarning, match="before `optimizer.step"):
+            schedule.step()
+        assert 0.5 < group["momentum"] < 0.95
 
     @BOTH
     def test_a_block_in_a_closure(self, kind: Any) -> None:

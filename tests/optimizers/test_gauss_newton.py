@@ -145,7 +145,8 @@ class TestRefusals:
             GaussNewton(nn.Sequential(nn.Dropout(), model), lossfunc).step(batches)
 
     @pytest.mark.parametrize(
-        "settings", [{"max_iterations": 0}, {"rtol": -1.0}, {"halvings": -1}, {"betas": (1.0, 0.9)}]
+        "settings",
+        [{"max_iterations": 0}, {"rtol": -1.0}, {"halvings": -1}, {"adam_betas": (1.0, 0.9)}],
     )
     def test_settings(self, settings: Any) -> None:
         model, lossfunc, _, _ = least_squares()

@@ -163,6 +163,22 @@ def test_moving_average_is_one_of_every_factor() -> None:
 
 
 @pytest.mark.parametrize("as_number", [float, torch.tensor])
+def test_moving_averages_do_not_go_by_weight(as_number: Any) -> None:
+    """A batch in which few targets count has a large weight ``n / counted``, and the same share."""
+    order = ParameterOrder(torch.Size([3, 4]))
+    first, second = ([psd(3), psd(4)] for _ in range(2))
+    known = KroneckerFactors(first, order, as_number(1.0))
+    mean = known.moving_average(KroneckerFactors(second, order, as_number(50.0)), 0.75)
+    for found, a, b in zip(mean, first, second, strict=True):
+        assert_close(found, 0.75 * a + 0.25 * b)
+    assert_close(torch.as_tensor(mean.weight), torch.tensor(0.75 + 12.5))
+    nothing = KroneckerFactors([0 * second[0], second[1]], order, as_number(0.0))
+    mean = known.moving_average(nothing, 0.75)
+    assert_close(mean[0], 0.75 * first[0])
+    assert_close(mean[1], first[1])
+
+
+@pytest.mark.parametrize("as_number", [float, torch.tensor])
 def test_averages_go_by_weight(as_number: Any) -> None:
     order = ParameterOrder(torch.Size([3, 4]))
     first, second = ([psd(3), psd(4)] for _ in range(2))

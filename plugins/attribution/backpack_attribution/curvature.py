@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -74,15 +76,26 @@ class Influence(InnerProduct):
             queries_at_once: See :class:`InnerProduct`.
 
         Raises:
-            UsageError: A setting is unknown.
+            UsageError: A setting is unknown, or the data can be gone through only once.
         """
         super().__init__(queries_at_once)
         if curvature not in get_args(Curvature):
             raise UsageError(f"curvature must be one of {get_args(Curvature)}. Got {curvature!r}.")
         if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
             raise UsageError(f"refine must be a number of steps, or zero. Got {refine!r}.")
-        if isinstance(damping, str) or (isinstance(damping, (int, float)) and not damping >= 0):
-            raise UsageError(f"damping must be zero or positive. Got {damping!r}.")
+        dampings = damping.values() if isinstance(damping, Mapping) else [damping]
+        if not all(each is None or (_is_number(each) and 0 <= each < inf) for each in dampings):
+            raise UsageError(
+                "damping must be zero or positive, and finite, for all or by name. Got "
+                f"{damping!r}."
+            )
+        if not _is_number(rtol) or not rtol >= 0:
+            raise UsageError(f"rtol must be zero or positive. Got {rtol!r}.")
+        if isinstance(curvature_loader, Iterator):
+            raise UsageError(
+                "The data for the curvature are gone through more than once: pass them as a "
+                "DataLoader or a list, not an iterator or a generator."
+            )
         self.curvature, self.damping, self.refine = curvature, damping, refine
         self.rtol, self.mc_samples, self.weight_sharing = rtol, mc_samples, weight_sharing
         self._loader = curvature_loader
@@ -154,6 +167,11 @@ class Influence(InnerProduct):
 
     def _damping_of(self, name: str) -> float:
         if isinstance(self.damping, Mapping):
+            if strangers := sorted(self.damping.keys() - self._blocks.keys()):
+                raise UsageError(
+                    f"damping names {strangers[0]!r}, and the trained parameters are "
+                    f"{', '.join(self._blocks)}: take it out."
+                )
             if name not in self.damping:
                 raise UsageError(f"damping has no value for the parameter {name!r}: add one.")
             return float(self.damping[name])
@@ -259,3 +277,8 @@ def _dots(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 def _plus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
     """``a_m + factor_m b_m``."""
     return {n: a[n] + factor.to(b[n]).reshape(-1, *[1] * (b[n].dim() - 1)) * b[n] for n in a}
+
+
+def _is_number(value: object) -> bool:
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    return is_one or (isinstance(value, Real) and not isinstance(value, bool))

@@ -78,6 +78,12 @@ class InnerProduct(Method):
             queries_at_once: The number of batches of queries that are kept at once; each such part
                 takes one pass over the training data. Default: all.
         """
+        is_count = isinstance(queries_at_once, int) and not isinstance(queries_at_once, bool)
+        if queries_at_once is not None and not (is_count and queries_at_once > 0):
+            raise UsageError(
+                "queries_at_once must be a positive number of batches, or None for all. Got "
+                f"{queries_at_once!r}."
+            )
         self.queries_at_once = queries_at_once
 
     def fit(self, run: Run) -> None:

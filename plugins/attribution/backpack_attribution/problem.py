@@ -56,8 +56,8 @@ class Problem:
             per: ``"sample"`` or ``"token"``.
 
         Raises:
-            UsageError: An argument has the wrong type, no parameter is trained, or the model is
-                random.
+            UsageError: An argument has the wrong type, no parameter is trained, or the model has
+                random layers. The loss of the first batch shows other random operations.
         """
         _require(model, lossfunc)
         self.model, self.lossfunc, self.split = model, lossfunc, batch or split
@@ -65,6 +65,7 @@ class Problem:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._summed = _summed(lossfunc)
         self._is_known_sum = _is_of_torch(lossfunc)
+        self._is_repeated = False
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +154,8 @@ class Problem:
             )
         if not self._is_known_sum:
             self._check_sum(loss.detach(), output, targets)
+        if not self._is_repeated:
+            self._check_repeated(loss.detach(), batch)
         return loss
 
     @torch.no_grad()
@@ -190,10 +193,8 @@ class Problem:
             batch: A batch of the loader.
             extension: The extension. It stores under ``FIELD``, so that other results stay.
         """
-        with torch.enable_grad():
-            loss = self.loss(batch)
-            with backpack(extension, gradient="none"):
-                loss.backward()
+        with torch.enable_grad(), backpack(extension, gradient="none"):
+            self.loss(batch).backward()
         found: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             if FIELD in vars(parameter):
@@ -216,6 +217,18 @@ class Problem:
                 "the loss."
             )
         return {name: found[name] for name in self.parameters if name in found}
+
+    @torch.no_grad()
+    def _check_repeated(self, loss: Tensor, batch: Any) -> None:
+        """Compare the loss of the first batch with that of another pass, once."""
+        self._is_repeated = True
+        again = self._summed(*self.forward(self.model, batch))
+        rtol = torch.finfo(loss.dtype).eps ** 0.5
+        if not torch.allclose(loss, again, rtol=rtol, equal_nan=True):
+            raise UsageError(
+                f"The model is random: its loss of one batch is {float(loss):.6g} and then "
+                f"{float(again):.6g}. Call model.eval() first, or take out what draws numbers."
+            )
 
     def _check_sum(self, loss: Tensor, output: Any, targets: Any) -> None:
         """Compare the loss of the first batch with the sum of those of its halves, once."""

@@ -66,8 +66,8 @@ class FactoredOptimizer(GroupedOptimizer):
         process_group: distributed.ProcessGroup | None = None,
         method: str = "curvature",
         adam_scale: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        adam_betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
     ) -> None:
         """Store the settings.
 
@@ -103,15 +103,15 @@ class FactoredOptimizer(GroupedOptimizer):
                 ``DistributedDataParallel`` has averaged them.
             method: ``"curvature"``, or ``"adam"`` for AdamW.
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
-            betas: Setting of AdamW.
-            eps: Setting of AdamW.
+            adam_betas: Setting of AdamW.
+            adam_eps: Setting of AdamW.
 
         Raises:
             UsageError: The model is not extended, or a setting is out of range.
         """
         self._joined = Joined([])
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method}
-        adam = {"adam_scale": adam_scale, "betas": betas, "eps": eps}
+        adam = {"adam_scale": adam_scale, "adam_betas": adam_betas, "adam_eps": adam_eps}
         super().__init__(model, params, {**settings, **adam})
         if not is_extended(self.model):
             raise UsageError(

@@ -57,8 +57,8 @@ class GaussNewton(GroupedOptimizer):
         process_group: distributed.ProcessGroup | None = None,
         method: str = "curvature",
         adam_scale: float = 0.001,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        adam_betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
         forward: Callable[[Module, Any], tuple[Tensor, Any]] | None = None,
         normaliser: Literal["mean", "sum"] | Callable[..., float | Tensor] | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class GaussNewton(GroupedOptimizer):
             model: The model, or ``DistributedDataParallel`` of it.
             lossfunc: A loss module, or a function of output and target.
             params: Parameters or groups; default: all that are trained. Settings of groups are
-                ``lr``, ``weight_decay``, ``method``, ``adam_scale``, ``betas``, ``eps``.
+                ``lr``, ``weight_decay``, ``method``, ``adam_scale``, ``adam_betas``, ``adam_eps``.
             lr: The learning rate.
             damping: Added to the matrix, in the scale of the loss.
             weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
@@ -83,8 +83,8 @@ class GaussNewton(GroupedOptimizer):
             process_group: Processes with at least one batch each: the step is that of all samples.
             method: ``"curvature"``, or ``"adam"`` for AdamW.
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
-            betas: Setting of AdamW.
-            eps: Setting of AdamW.
+            adam_betas: Setting of AdamW.
+            adam_eps: Setting of AdamW.
             forward: How to use batches of another kind, as for
                 :class:`backpack_secondorder.over_data.GGN`.
             normaliser: What a loss without a rule divides by, as there.
@@ -98,7 +98,7 @@ class GaussNewton(GroupedOptimizer):
         require_count("max_iterations", max_iterations)
         require_positive("halvings", halvings, or_zero=True)
         settings = {"lr": lr, "weight_decay": weight_decay, "method": method}
-        adam = {"adam_scale": adam_scale, "betas": betas, "eps": eps}
+        adam = {"adam_scale": adam_scale, "adam_betas": adam_betas, "adam_eps": adam_eps}
         super().__init__(model, params, {**settings, **adam})
         self.damping, self.steps = damping, 0
         self.solution: Solution | None = None

@@ -33,7 +33,7 @@ class GroupedOptimizer(Optimizer):
     - ``weight_decay``: decoupled, as in AdamW;
     - ``method``: ``"curvature"``, or ``"adam"`` for plain AdamW;
     - ``adam_scale``: AdamW steps at the rate ``adam_scale · lr``, so that one schedule serves both;
-    - ``betas`` and ``eps``: settings of AdamW.
+    - ``adam_betas`` and ``adam_eps``: settings of AdamW.
 
     Attributes:
         model: The model, without a wrapper.
@@ -126,9 +126,9 @@ class GroupedOptimizer(Optimizer):
             raise UsageError(f"method must be one of {get_args(Method)}. Got {group['method']!r}.")
         for name in ("lr", "weight_decay", "adam_scale"):
             require_positive(name, group[name], or_zero=True)
-        require_positive("eps", group["eps"], or_zero=True)
-        for beta in group["betas"]:
-            require_share("beta", beta)
+        require_positive("adam_eps", group["adam_eps"], or_zero=True)
+        for beta in group["adam_betas"]:
+            require_share("adam_betas", beta)
 
     def _check_names(self, group: Group) -> None:
         """Refuse what would not be read: settings of the optimizer, and names that are misspelt.
@@ -138,6 +138,7 @@ class GroupedOptimizer(Optimizer):
         others = {*_settings_of(type(self))} - {*self.defaults, "params"}
         for name in {*group} - {*self.defaults, "params"}:
             near = get_close_matches(name, self.defaults, 1, _NEAR)
+            near += [own for own in self.defaults if own == f"adam_{name}"]  # as AdamW has it
             if near or name in others:
                 meant = f"did you mean {near[0]!r}?" if near else "it is one for all groups."
                 raise UsageError(
@@ -180,11 +181,11 @@ class GroupedOptimizer(Optimizer):
             [],
             [state["step"] for state in states],
             amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
+            beta1=group["adam_betas"][0],
+            beta2=group["adam_betas"][1],
             lr=group["lr"] * group["adam_scale"],
             weight_decay=0.0,
-            eps=group["eps"],
+            eps=group["adam_eps"],
             maximize=False,
         )
 

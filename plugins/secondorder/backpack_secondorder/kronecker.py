@@ -219,6 +219,25 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         averages = [share * a + (1 - share) * b for a, b in zip(first[1:], second[1:], strict=True)]
         return KroneckerFactors([first[0] + second[0], *averages], self.order, weight)
 
+    def moving_average(self, other: KroneckerFactors, decay: float) -> KroneckerFactors:
+        """``decay · F_i + (1 - decay) · G_i`` for each factor, with ``F`` the average so far.
+
+        The factors count equally, however many targets of a batch count: a batch with few of them,
+        or a larger one of a sum, has the share that ``decay`` says. A batch without any changes the
+        first factor only. Martens and Grosse, 2015, arXiv:1503.05671, section 5.
+
+        Args:
+            other: ``G``, of the latest data.
+            decay: Between 0 and 1.
+
+        Raises:
+            UsageError: ``decay`` is not between 0 and 1, or the matrices have no sum.
+        """
+        weight = decay * self.weight + (1 - decay) * other.weight
+        parts = [each.with_weight(_as_one(each.weight)) for each in (self, other)]
+        found: KroneckerFactors = CurvatureMatrix.moving_average(parts[0], parts[1], decay)
+        return found.with_weight(weight)
+
     def damped(
         self, damping: Number, balanced: bool = True, per_factor: bool = False
     ) -> KroneckerFactors:
@@ -370,6 +389,11 @@ def matrix_from_state(state: Mapping[str, Tensor]) -> KroneckerFactors | Kroneck
 
 def _number(name: str) -> int:
     return int(name.split(".")[1]) if "." in name else -1
+
+
+def _as_one(weight: Number) -> Number:
+    """One; zero for zero."""
+    return (weight > 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight > 0)
 
 
 def _share(weight: Number, total: Number) -> Number:
