@@ -145,7 +145,9 @@ class ProjectedGrad(SquaresExtension):
 
     Random numbers are a function of the parameter's name in the model, its shape, ``kind``,
     ``dim``, ``seed``, their role, and the version of this method: the same on every rank, device
-    and machine. Individual gradients are never held as a whole.
+    and machine. Two models that are extended one by one may have parameters with the same name and
+    shape, and so the same ``P_θ``. Inner products stay right; if projections are added over
+    parameters, extend one module that holds both. Individual gradients are never held as a whole.
 
     With ``per="token"``, shape ``[N, T, dim]``: the projections of each token's share of the
     gradient, see :class:`BatchGrad`.

@@ -351,8 +351,9 @@ def check_finite(gradients: Iterable[Tensor]) -> None:
     if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
         raise UsageError(
             "The gradient of a sample is not a number, so the sum cannot be private. Look for "
-            "inputs that are not finite, and use autocast with bfloat16 instead of float16 "
-            "(or a scaler, private.step(loss, scaler=scaler))."
+            "inputs that are not finite, and for a mean over targets of which none counts (use "
+            'reduction="sum"). Use autocast with bfloat16 instead of float16 (or a scaler, '
+            "private.step(loss, scaler=scaler))."
         )
 
 

@@ -256,7 +256,8 @@ def _explain(error: Any) -> None:
         UsageError: Instead of the error, with the argument of ``make_private``.
     """
     if isinstance(error, UnsupportedError):
-        error.__notes__.append(_NOTE)
+        is_block = "block of backpack(...)" in str(error)
+        error.__notes__.append("Here, that block is `with private:`." if is_block else _NOTE)
     if isinstance(error, UsageError) and "what the loss divides by" in str(error):
         raise UsageError(
             "It is not known what the loss divides by: the loss module of make_private(...) took "

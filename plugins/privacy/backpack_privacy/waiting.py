@@ -69,7 +69,8 @@ class Waiting:
         if sums.is_complete:
             raise UsageError(
                 "The sums of the last batch are complete, but no step was taken. Call "
-                "optimizer.step() after `with private:`, or use private.step(loss)."
+                "optimizer.step() after `with private:`, or use private.step(loss). If that raised "
+                "an error, a new loop over private.loader starts again."
             )
         if len(self._drawn) > self.ahead:
             raise UsageError(
