@@ -77,8 +77,8 @@ def tier_of(package: str) -> set[str]:
 # too. All others are a library's own.
 OPEN = {
     "backpack_products": (
-        "affine apart column_propagator columns contractions derivatives elementwise extensions "
-        "factors fingerprint lookup loss merging multiply open_functions operations owned "
+        "affine apart column_propagator columns contexts contractions derivatives elementwise "
+        "extensions factors fingerprint lookup loss merging multiply open_functions operations owned "
         "parametric product recycled rows sameness scale some_samples substitutes transposition "
         "tuning values",
         "overrides regrouping",

@@ -16,8 +16,8 @@ from backpack_core import View, backpack, extend
 from backpack_core.contract.rules import LossRule
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.plugins.loading import has_rule
+from backpack_products.contexts import suspended
 from backpack_products.loss import with_hessian
-from backpack_secondorder.suspended import suspended
 from backpack_secondorder.whole import GraphExtension, GraphReading, LossGraph
 
 Normaliser: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, Any], float | Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack_products.contexts import suspended
 from backpack_products.transposition import somewhere
-from backpack_secondorder.suspended import suspended
 from backpack_secondorder.twice import gradients
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]

@@ -12,6 +12,7 @@ from torch import Tensor
 from backpack_core import View
 from backpack_core.autocast import without_autocast
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
+from backpack_products.contexts import suspended
 from backpack_products.transposition import somewhere
 from backpack_secondorder.operators import edge_at_input, is_finite
 from backpack_secondorder.products import (
@@ -22,7 +23,6 @@ from backpack_secondorder.products import (
     of_one_or_several,
 )
 from backpack_secondorder.residual import live_inputs
-from backpack_secondorder.suspended import suspended
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
 from backpack_secondorder.whole import GraphReading, LossGraph

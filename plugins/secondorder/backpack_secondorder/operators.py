@@ -22,6 +22,7 @@ from backpack_operations.bridge import agree
 from backpack_operations.nodes import is_function
 from backpack_operations.order import behind
 from backpack_products import HessianLossRule
+from backpack_products.contexts import suspended
 from backpack_products.contractions import flattened
 from backpack_products.transposition import somewhere
 from backpack_products.values import is_symbolic
@@ -34,7 +35,6 @@ from backpack_secondorder.residual import (
     require_one_input,
     unit_vectors,
 )
-from backpack_secondorder.suspended import suspended
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
 from backpack_secondorder.whole import LossGraph

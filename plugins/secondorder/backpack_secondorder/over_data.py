@@ -22,6 +22,7 @@ from backpack_core import disable
 from backpack_core.autocast import without_autocast
 from backpack_core.errors import UsageError
 from backpack_interplay.compiled import uncompiled
+from backpack_products.contexts import suspended
 from backpack_products.values import at_least_single
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser
 from backpack_secondorder.determinism import (
@@ -39,7 +40,6 @@ from backpack_secondorder.jacobians import (
 )
 from backpack_secondorder.linear import LinearOperator
 from backpack_secondorder.propagators import as_count
-from backpack_secondorder.suspended import suspended
 from backpack_secondorder.torch_errors import explained
 
 Kind: TypeAlias = Literal["sampled", "empirical"]

@@ -1,4 +1,4 @@
-"""Passes of autograd that no context attends."""
+"""Passes of autograd that no block of ``backpack(...)`` attends."""
 
 from __future__ import annotations
 
