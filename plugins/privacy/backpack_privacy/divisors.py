@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate
 from math import isclose
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -30,11 +28,10 @@ class Divisor(NamedTuple):
     shape: torch.Size
 
     @property
-    def follows_from_shape(self) -> bool:
-        """Whether it counts samples, rows or entries, whatever targets and class weights are."""
-        rows = self.shape.numel() // (self.shape[1] if len(self.shape) > 1 else 1)  # class axis 1
-        counts = 1, rows, *accumulate(self.shape, mul)
-        return any(_are_close(self.number, count) for count in counts)
+    def may_be_constant(self) -> bool:
+        """Whether it may be the same number for each sample, whatever targets and weights are."""
+        share = self.number / max(1, self.shape[:1].numel())
+        return self.number == 1 or (round(share) > 0 and _are_close(share, round(share)))
 
 
 class Divisors:
@@ -57,12 +54,12 @@ class Divisors:
             divisors: What each loss of a pass divides by.
 
         Raises:
-            UsageError: A divisor does not follow from the shape, or the factors differ from those
-                of earlier passes.
+            UsageError: A divisor depends on targets or weights, or the factors differ from those of
+                earlier passes.
         """
         factors = [said / divisor.number for divisor in divisors]
         self._factors = self._factors or factors
-        wrong = [each for each in divisors if not each.follows_from_shape]
+        wrong = [each for each in divisors if not each.may_be_constant]
         if len(factors) != len(self._factors) or not all(map(_are_close, factors, self._factors)):
             wrong += divisors
         if wrong:
