@@ -294,6 +294,16 @@ def test_checkpoints_may_be_loaded_once_it_is_private() -> None:
     assert loop.private.steps == 2
 
 
+def test_the_number_of_targets_that_count_may_be_said() -> None:
+    def step(loop: Loop, x: Tensor, y: Tensor) -> None:
+        target = torch.where(torch.arange(len(y)) % 3 == 1, -100, y)
+        loop.private.step(loop.loss(x, target), normaliser=float((target >= 0).sum()))
+
+    loop = Loop(lossfunc=Inside(), sampling="shuffled")
+    loop.each(step, 3)
+    assert loop.private.steps == 6
+
+
 def test_an_epoch_closes_the_pass_that_was_left_open() -> None:
     """As that of a Trainer which was stopped, and begins anew."""
     loop = Loop()

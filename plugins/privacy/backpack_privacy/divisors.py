@@ -59,7 +59,7 @@ class Divisors:
         """
         factors = [said / divisor.number for divisor in divisors]
         self._factors = self._factors or factors
-        wrong = [each for each in divisors if not each.may_be_constant]
+        wrong = [d for d in divisors if not (d.may_be_constant or _are_close(said, d.number))]
         if len(factors) != len(self._factors) or not all(map(_are_close, factors, self._factors)):
             wrong += divisors
         if wrong:
