@@ -304,6 +304,22 @@ def test_the_number_of_targets_that_count_may_be_said() -> None:
     assert loop.private.steps == 6
 
 
+class Undone(Inside):
+    """A mean over the targets that count, times their number, and another."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        counted = (target >= 0).sum()
+        return super().forward(output, target) * counted + 0.3 * self.inside(2 * output, target) * (
+            counted
+        )
+
+
+def test_a_mean_may_be_multiplied_by_what_it_divides_by() -> None:
+    loop = Loop(lossfunc=Undone(), normaliser=None)
+    loop.each(stepping(lambda loop, x, y: loop.loss(x, torch.where(y == 0, -100, y))), 3)
+    assert loop.private.steps == 6
+
+
 def test_an_epoch_closes_the_pass_that_was_left_open() -> None:
     """As that of a Trainer which was stopped, and begins anew."""
     loop = Loop()

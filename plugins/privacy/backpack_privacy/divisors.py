@@ -20,18 +20,30 @@ class Divisor(NamedTuple):
     Attributes:
         path: Which loss it is.
         number: The divisor; 1 for a sum.
+        factor: What the model's own loss multiplies this loss by.
         shape: The shape of what the loss received.
     """
 
     path: str
     number: float
+    factor: float
     shape: torch.Size
 
     @property
-    def may_be_constant(self) -> bool:
-        """Whether it may be the same number for each sample, whatever targets and weights are."""
+    def whole(self) -> float:
+        """The divisor with the factor."""
+        return self.number / self.factor
+
+    def may_be(self, said: float) -> bool:
+        """Whether it may be what was said, times a constant. Later batches tell more.
+
+        It is the same number for each sample, whatever targets and weights are; or it is what was
+        said; or the model's own loss multiplies by something that may undo it.
+        """
         share = self.number / max(1, self.shape[:1].numel())
-        return self.number == 1 or (round(share) > 0 and _are_close(share, round(share)))
+        is_whole = round(share) > 0 and _are_close(share, round(share))
+        is_undone = not _are_close(self.factor, 1.0)
+        return self.number == 1 or is_whole or is_undone or _are_close(said, self.number)
 
 
 class Divisors:
@@ -57,13 +69,13 @@ class Divisors:
             UsageError: A divisor depends on targets or weights, or the factors differ from those of
                 earlier passes.
         """
-        factors = [said / divisor.number for divisor in divisors]
+        factors = [said / divisor.whole for divisor in divisors]
         self._factors = self._factors or factors
-        wrong = [d for d in divisors if not (d.may_be_constant or _are_close(said, d.number))]
+        wrong = [each for each in divisors if not each.may_be(said)]
         if len(factors) != len(self._factors) or not all(map(_are_close, factors, self._factors)):
             wrong += divisors
         if wrong:
-            path, number, shape = wrong[0]
+            path, number, _, shape = wrong[0]
             raise UsageError(
                 f"normaliser= says that the loss divides by {said:g}, but {path} divides by "
                 f"{number:g} on {[*shape]}, which has another ratio in other batches (as with "
@@ -72,13 +84,21 @@ class Divisors:
             )
 
 
-def divisor_of(view: View) -> Divisor | None:
-    """What a call divides by, if it is an extended loss that says so."""
-    if not view.call.rule.is_loss:
+def divisor_of(view: View, scale: float) -> Divisor | None:
+    """What a call divides by, if it is an extended loss that says so, and takes part.
+
+    Args:
+        view: The call.
+        scale: What the model's own loss was multiplied by.
+    """
+    if not view.call.rule.is_loss or view.grad_output is None:
         return None
     with suppress(UsageError, UnsupportedError):
-        number = normaliser_of(view)
-        return Divisor(view.path, 1.0 if number is None else float(number), view.input_shape)
+        known = normaliser_of(view)
+        number = 1.0 if known is None else float(known)
+        factor = float(view.grad_output) / scale
+        # A loss of nothing has gradients that are not numbers.
+        return Divisor(view.path, number, factor, view.input_shape) if number * factor else None
     return None
 
 

@@ -173,7 +173,7 @@ class Pass:
         """
         self._sums, self._clipping, self._draw = sums, clipping, draw
         self._norms: dict[str, Tensor] = {}
-        self._said, self._divisors = 1.0, list[Divisor]()
+        self._said, self._scale, self._divisors = 1.0, 1.0, list[Divisor]()
         self._block = ExitStack()
 
     def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
@@ -202,15 +202,14 @@ class Pass:
         gradient: Any = "shared" if is_wrapped else "none"
         look = None
         if not isinstance(normaliser, str):
-            self._said, look = normaliser or 1.0, self._look
+            self._said, self._scale, look = normaliser or 1.0, told.scale, self._look
         block = backpack(extension, gradient=gradient, samples=self._draw.owners, observer=look)
         self._block.enter_context(block)
 
     def _look(self, view: View) -> None:
         """Note what extended losses divide by, though something else was said."""
-        divisor = divisor_of(view)
-        if divisor is not None and divisor.number:  # the gradients of a loss of nothing are NaN
-            self._divisors.append(divisor)
+        divisor = divisor_of(view, self._scale)
+        self._divisors += [] if divisor is None else [divisor]
 
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
         if self._norms:
