@@ -313,6 +313,29 @@ class Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
+class Slopes(nn.Module):
+    """Adds the gradient of an inner net, which goes backward in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(leaf).sin().sum(), leaf)
+        return self.outer(x + slope)
+
+
+def test_models_that_go_backward_in_their_forward_pass() -> None:
+    model, lossfunc, (x, y) = Slopes(), nn.CrossEntropyLoss(reduction="sum"), vectors(4)
+    found = influence(model, lossfunc, [(x, y)], [(x, y)], "dot", progress=False).values
+    outer, own = [*model.outer.parameters()], []
+    for n in range(4):
+        gradients = torch.autograd.grad(lossfunc(model(x[n : n + 1]), y[n : n + 1]), outer)
+        own.append(torch.cat([each.flatten() for each in gradients]))
+    torch.testing.assert_close(found, torch.stack(own) @ torch.stack(own).T)
+
+
 def test_compiled_models() -> None:
     """Their forward pass is recorded only inside of a block."""
     model, lossfunc = mlp(), nn.CrossEntropyLoss()

@@ -13,6 +13,7 @@ from torch import nn
 from backpack_core import backpack, extend
 from backpack_core.errors import NotExtendedError, UsageError
 from backpack_core.extensions import KFAC as FactorsOfBatch
+from backpack_firstorder import divisors_of
 from backpack_optimizers import EKFAC, KFAC, LevenbergMarquardt
 from backpack_optimizers.factored import FIELD
 from tests.devices import rng_state, set_rng_state
@@ -416,6 +417,16 @@ class TestRefusals:
         with pytest.warns(UserWarning, match="before `optimizer.step"):
             schedule.step()
         assert 0.5 < group["momentum"] < 0.95
+
+    def test_divisors_of_parameters_without_factors(self) -> None:
+        model, lossfunc, x, y = problem()
+        optimizer = KFAC(model, [{"params": [*model.parameters()], "method": "adam"}])
+        optimizer.step(closure_of(optimizer, model, lossfunc, x, y))
+        for name, parameter in model.named_parameters():
+            state = optimizer.state[parameter]
+            square = state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))
+            found = divisors_of(model, optimizer)[name]
+            torch.testing.assert_close(found, square.sqrt() + 1e-8)
 
     @BOTH
     def test_a_block_in_a_closure(self, kind: Any) -> None:

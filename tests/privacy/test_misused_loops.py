@@ -325,6 +325,18 @@ def test_a_mean_may_be_multiplied_by_what_it_divides_by() -> None:
     assert loop.private.steps == 6
 
 
+def test_weights_of_losses_may_follow_a_schedule() -> None:
+    lossfunc, weights = Inside(reduction="sum"), iter([0.0, 0.5, 0.25, 0.2, 0.1, 0.05])
+    loop = Loop(lossfunc=lossfunc, normaliser=None, sampling="shuffled")
+
+    def step(loop: Loop, x: Tensor, y: Tensor) -> None:
+        output = loop.model(x)
+        loop.private.step(lossfunc(output, y) + next(weights) * lossfunc(2 * output, y))
+
+    loop.each(step, 3)
+    assert loop.private.steps == 6
+
+
 def test_an_epoch_closes_the_pass_that_was_left_open() -> None:
     """As that of a Trainer which was stopped, and begins anew."""
     loop = Loop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -193,8 +193,14 @@ class Problem:
             batch: A batch of the loader.
             extension: The extension. It stores under ``FIELD``, so that other results stay.
         """
-        with torch.enable_grad(), backpack(extension, gradient="none"):
-            self.loss(batch).backward()
+        block = backpack(extension, gradient="none")
+        with torch.enable_grad(), ExitStack() as opened:
+            if hasattr(self.model, "_orig_mod"):  # compiled: its forward pass belongs to the block
+                opened.enter_context(block)
+            loss = self.loss(batch)  # otherwise, it may go backward itself, as forces do
+            if not hasattr(self.model, "_orig_mod"):
+                opened.enter_context(block)
+            loss.backward()
         found: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             if FIELD in vars(parameter):
@@ -218,17 +224,16 @@ class Problem:
             )
         return {name: found[name] for name in self.parameters if name in found}
 
-    @torch.no_grad()
     def _check_repeated(self, loss: Tensor, batch: Any) -> None:
         """Compare the loss of the first batch with that of another pass, once."""
-        self._is_repeated = True
-        again = self._summed(*self.forward(self.model, batch))
+        again = self._summed(*self.forward(self.model, batch)).detach()
         rtol = torch.finfo(loss.dtype).eps ** 0.5
         if not torch.allclose(loss, again, rtol=rtol, equal_nan=True):
             raise UsageError(
                 f"The model is random: its loss of one batch is {float(loss):.6g} and then "
                 f"{float(again):.6g}. Call model.eval() first, or take out what draws numbers."
             )
+        self._is_repeated = True
 
     def _check_sum(self, loss: Tensor, output: Any, targets: Any) -> None:
         """Compare the loss of the first batch with the sum of those of its halves, once."""

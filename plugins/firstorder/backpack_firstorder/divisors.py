@@ -148,10 +148,11 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
 def _adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
     largest = state.get("max_exp_avg_sq")
     square = state["exp_avg_sq"] if largest is None else largest
-    if "betas" not in group:  # an Adafactor's, of a vector
+    prefix = "adam_" if "adam_betas" in group else ""  # K-FAC's, of a parameter without factors
+    if f"{prefix}betas" not in group:  # an Adafactor's, of a vector
         return square.sqrt()  # type: ignore[no-any-return]
-    correction = 1 - group["betas"][1] ** float(state["step"])
-    return (square / correction).sqrt() + group["eps"]  # type: ignore[no-any-return]
+    correction = 1 - group[f"{prefix}betas"][1] ** float(state["step"])
+    return (square / correction).sqrt() + group[f"{prefix}eps"]  # type: ignore[no-any-return]
 
 
 def _rooted(key: str) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]:

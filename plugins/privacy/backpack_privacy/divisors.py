@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isclose
@@ -42,7 +43,7 @@ class Divisor(NamedTuple):
         """
         share = self.number / max(1, self.shape[:1].numel())
         is_whole = round(share) > 0 and _are_close(share, round(share))
-        is_undone = not _are_close(self.factor, 1.0)
+        is_undone = (said == 1 and not _are_close(self.factor, 1.0)) or _are_close(said, self.whole)
         return self.number == 1 or is_whole or is_undone or _are_close(said, self.number)
 
 
@@ -56,7 +57,7 @@ class Divisors:
 
     def __init__(self) -> None:
         """Nothing is known before the first pass."""
-        self._factors: list[float] = []
+        self._known: dict[tuple[str, int], tuple[float, float]] = {}
 
     def check(self, said: float, divisors: Sequence[Divisor]) -> None:
         """Refuse a number that is not what the losses divide by, up to a constant factor.
@@ -69,11 +70,16 @@ class Divisors:
             UsageError: A divisor depends on targets or weights, or the factors differ from those of
                 earlier passes.
         """
-        factors = [said / divisor.whole for divisor in divisors]
-        self._factors = self._factors or factors
         wrong = [each for each in divisors if not each.may_be(said)]
-        if len(factors) != len(self._factors) or not all(map(_are_close, factors, self._factors)):
-            wrong += divisors
+        seen: dict[tuple[str, int], tuple[float, float]] = {}
+        uses = Counter[str]()
+        for divisor in divisors:
+            key = divisor.path, uses[divisor.path]
+            uses[divisor.path] += 1
+            # A weight of the loss may follow a schedule, or undo a mean.
+            seen[key] = said / divisor.number, said / divisor.whole
+            if not any(map(_are_close, seen[key], self._known.get(key, seen[key]))):
+                wrong.append(divisor)
         if wrong:
             path, number, _, shape = wrong[0]
             raise UsageError(
@@ -82,6 +88,7 @@ class Divisors:
                 "targets that are ignored, class weights, or other lengths). Then a sample would "
                 'change what others give: use reduction="sum" in the loss, and normaliser=None.'
             )
+        self._known = seen | self._known
 
 
 def divisor_of(view: View, scale: float) -> Divisor | None:

@@ -43,8 +43,8 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     the weights. ``scalar * F`` multiplies ``s``, that is ``F₁``. ``F + G`` has the samples of both,
     each with its weight: ``F₁ + G₁``, and averages ``(w F₂ + v G₂) / (w + v)`` by the ``weight`` of
     each. So the joined batch gives ``F + G`` if the loss is a sum, and ``n/N * F + m/N * G`` if it
-    is a mean. ``0.9 * F + 0.1 * G`` is the moving average of each factor (Martens and Grosse, 2015,
-    section 5). In general, the sum of the two matrices is not a Kronecker product.
+    is a mean. :meth:`moving_average` does not use the weights. In general, the sum of the two
+    matrices is not a Kronecker product.
 
     Attributes:
         order: How the parameter's entries are numbered.
@@ -233,6 +233,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         Raises:
             UsageError: ``decay`` is not between 0 and 1, or the matrices have no sum.
         """
+        check_same(self, other)
         weight = decay * self.weight + (1 - decay) * other.weight
         parts = [each.with_weight(_as_one(each.weight)) for each in (self, other)]
         found: KroneckerFactors = CurvatureMatrix.moving_average(parts[0], parts[1], decay)
