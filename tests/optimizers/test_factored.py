@@ -425,7 +425,7 @@ class TestRefusals:
         for name, parameter in model.named_parameters():
             state = optimizer.state[parameter]
             square = state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))
-            found = divisors_of(model, optimizer)[name]
+            found = divisors_of(optimizer, model)[name]
             torch.testing.assert_close(found, square.sqrt() + 1e-8)
 
     @BOTH
