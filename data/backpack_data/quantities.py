@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,8 +28,8 @@ class Quantities(Mapping[Place, Any]):
     """Values by path of the parameter and field: ``quantities["0.weight", "kfac"]``.
 
     They are in the order of the model's parameters. ``quantities.field("kfac")`` has those of one
-    field. Sums and multiples go value by value, with
-    the values' own arithmetic (for Kronecker factors see ``KroneckerFactors``).
+    field. Sums, multiples and moving averages go value by value, with the values' own arithmetic
+    (for Kronecker factors see ``KroneckerFactors``).
 
     Attributes:
         batches: How many batches there were.
@@ -116,13 +117,23 @@ class Quantities(Mapping[Place, Any]):
         """
         if not isinstance(other, Quantities):
             return NotImplemented
+        return self._with(other, operator.add)
+
+    def _with(self, other: Quantities, function: Callable[[Any, Any], Any]) -> Quantities:
+        """A function of the values of both.
+
+        Raises:
+            UsageError: The other quantities have other parameters or fields, or come from other
+                plugins.
+            ShapeError: Values have several shapes.
+        """
         if self.keys() != other.keys():
             missing = sorted(self.keys() ^ other.keys())[:3]
             raise UsageError(f"Only one of the two has values for {missing}: they cannot be added.")
         agreed({"These quantities": self.plugins, "those added to them": other.plugins})
         for place, value in self.items():
             _require_one_shape(place, value, other[place])
-        return self._map(lambda place, value: value + other[place])
+        return self._map(lambda place, value: function(value, other[place]))
 
     def __mul__(self, factor: float) -> Quantities:
         """Value by value."""
@@ -141,8 +152,13 @@ class Quantities(Mapping[Place, Any]):
     def moving_average(self, new: Quantities, decay: float) -> Quantities:
         """``decay · self + (1 - decay) · new``, value by value.
 
+        Values with a moving average of their own combine by it, such as Kronecker factors: each
+        factor has its average, and the samples in a batch have no say in it.
+
         Raises:
-            UsageError: The decay is not between 0 and 1, or there are no new quantities.
+            UsageError: The decay is not between 0 and 1, there are no new quantities, or they have
+                other parameters or fields, or come from other plugins.
+            ShapeError: Values have several shapes.
         """
         given: object = new
         if not isinstance(given, Quantities):
@@ -150,7 +166,12 @@ class Quantities(Mapping[Place, Any]):
         number: Any = decay
         if not isinstance(number, (int, float)) or not 0 <= number <= 1:
             raise UsageError(f"decay lies between 0 and 1. Got {decay!r}.")
-        return decay * self + (1 - decay) * new
+
+        def average(value: Any, latest: Any) -> Any:
+            own = getattr(value, "moving_average", None)
+            return decay * value + (1 - decay) * latest if own is None else own(latest, decay)
+
+        return self._with(new, average)
 
     # Tensors -------------------------------------------------------------------------------------
 

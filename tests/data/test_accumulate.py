@@ -268,6 +268,23 @@ class Interrupted(Exception):
     pass
 
 
+def test_moving_averages_are_those_of_the_values() -> None:
+    """The average of Kronecker factors does not go by samples, a sum does."""
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    model, (X, y) = nn.Sequential(nn.Linear(3, 2)).double(), (inputs, torch.arange(6) % 2)
+    lossfunc = nn.CrossEntropyLoss(reduction="sum")
+    few, many = (
+        accumulate(model, lossfunc, [(X[:n], y[:n])], KFAC(), DiagGGNExact(), progress=False)
+        for n in (2, 6)
+    )
+    average, place = few.moving_average(many, 0.75), ("0.weight", "kfac")
+    for mean, a, b in zip(average[place], few[place], many[place], strict=True):
+        assert_same(mean, 0.75 * a + 0.25 * b)
+    assert not torch.allclose(average[place][1], (0.75 * few + 0.25 * many)[place][1])
+    diagonal = "0.weight", "diag_ggn_exact"
+    assert_same(average[diagonal], (0.75 * few + 0.25 * many)[diagonal])
+
+
 @pytest.mark.host("a loader shuffles there")
 def test_goes_on_with_the_same_numbers(tmp_path: Path):
     torch.manual_seed(3)
