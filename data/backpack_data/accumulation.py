@@ -307,7 +307,7 @@ class _Run:
     def _by_engine(
         self, readers: Sequence[Extension], inputs: Any, targets: Any, of_losses: bool
     ) -> Weights:
-        with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
+        with torch.enable_grad(), uncompiled():  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)
         require_number(loss)
         weights = Weights(of_losses)

@@ -53,7 +53,7 @@ class CapturedBatches:
             )
 
         def step(inputs: Any, targets: Any) -> Tensor:
-            with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
+            with torch.enable_grad(), uncompiled():  # a compiled graph has no modules
                 loss = lossfunc(output_of(model, inputs), targets)
             require_number(loss)
             return loss

@@ -188,6 +188,7 @@ PAGES = (
             "backpack_core.discovery.preference",
             "backpack_products.contexts.suspended",
             "backpack_core.record.nested.map_tensors",
+            "backpack_interplay.compiled.uncompiled",
             "backpack_interplay.shards.shards_in",
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_firstorder import SampleGradients
 from backpack_firstorder.tokens import Per, as_per
+from backpack_interplay.compiled import uncompiled
 from backpack_products.fingerprint import Fingerprint, fingerprint
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -193,14 +194,10 @@ class Problem:
             batch: A batch of the loader.
             extension: The extension. It stores under ``FIELD``, so that other results stay.
         """
-        block = backpack(extension, gradient="none")
-        with torch.enable_grad(), ExitStack() as opened:
-            if hasattr(self.model, "_orig_mod"):  # compiled: its forward pass belongs to the block
-                opened.enter_context(block)
-            loss = self.loss(batch)  # otherwise, it may go backward itself, as forces do
-            if not hasattr(self.model, "_orig_mod"):
-                opened.enter_context(block)
-            loss.backward()
+        with torch.enable_grad(), uncompiled():
+            loss = self.loss(batch)  # outside of the block, so it may go backward itself
+            with backpack(extension, gradient="none"):
+                loss.backward()
         found: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             if FIELD in vars(parameter):
@@ -240,7 +237,6 @@ class Problem:
         samples = samples_in(output)
         if samples < 2:
             return
-        self._is_known_sum = True
         with torch.no_grad():
             halves = [_some(output, samples, part) for part in (slice(1), slice(1, None))]
             wanted = [_some(targets, samples, part) for part in (slice(1), slice(1, None))]
@@ -251,6 +247,7 @@ class Problem:
                 f"{float(total):.4g}. Give a loss module of torch, or another loss that sums over "
                 "samples, without a mean."
             )
+        self._is_known_sum = True
 
 
 def split(item: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,4 +61,13 @@ _INSIDE = (
     "backpack(...) was entered inside a function that torch.compile compiles: backward passes with "
     "extensions are not compiled. Compile the model, or the code outside the block."
 )
-uncompiled = _Uncompiled()
+_uncompiled = _Uncompiled()
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """A ``with`` block in which functions of ``torch.compile`` run eagerly.
+
+    For a forward pass before a ``backpack(...)`` block, which is such a block itself: a compiled
+    graph has no modules that could be recorded.
+    """
+    return _uncompiled

@@ -35,7 +35,7 @@ class Interplay(Storage):
     def block(self, is_asked: bool) -> AbstractContextManager[Any]:
         """The context of a ``backpack(...)`` block, in which compiled functions run eagerly."""
         compiled.refuse_inside()
-        return _explained() if is_asked else compiled.uncompiled
+        return _explained() if is_asked else compiled.uncompiled()
 
     def before_hooks_of_all(self, after: Callable[..., Any]) -> PlaceOfAll:
         """Put the hook that records a call before global forward hooks, while the result lives."""
@@ -116,7 +116,7 @@ def _explained() -> Iterator[None]:
     Raises:
         BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
     """
-    with compiled.uncompiled:
+    with compiled.uncompiled():
         try:
             yield
         except CheckpointError as error:

@@ -160,7 +160,7 @@ class DataOperator(LinearOperator):
             self._passes.one() as record,
             suspended(),
             without_autocast(),
-            uncompiled,  # compiled functions can be differentiated only once
+            uncompiled(),  # compiled functions can be differentiated only once
             explained(),
         ):
             for index, batch in enumerate(self._loader):
