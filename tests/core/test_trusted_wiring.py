@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BackpackError
+from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad
 
 N = 5  # also the length of another axis
@@ -101,5 +101,5 @@ def test_mixing_that_begins_is_refused_at_once(name: str, passes: int) -> None:
     for _ in range(passes):
         step(model)
     late.set()
-    with pytest.raises(BackpackError):
+    with pytest.raises(SampleMixingError):
         step(model)
