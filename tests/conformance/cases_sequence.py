@@ -69,6 +69,7 @@ CASES: list[RuleCase] = [
     recurrent(nn.LSTM),
     # Its oracle takes a pass for each of its parameters: what has hidden states of two is above.
     recurrent(nn.LSTM, 1, num_layers=2, bidirectional=True),
+    recurrent(nn.LSTM, 2, proj_size=1),
     recurrent(nn.GRU),
     recurrent(nn.GRU, num_layers=2, bias=False),
     RuleCase(

@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[RecurrentRule, type[nn.RNNBase], dict[str, Any]]] = {
     "relu": (RNNRule(), nn.RNN, {"nonlinearity": "relu"}),
     "lstm": (LSTMRule(), nn.LSTM, {}),
     "gru": (GRURule(), nn.GRU, {}),
+    "projected": (LSTMRule(), nn.LSTM, {"proj_size": 1}),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,10 +56,9 @@ def build(kind: str, **options: Any) -> tuple[RecurrentRule, nn.RNNBase]:
 
 
 def initial(module: nn.RNNBase, batch: int) -> Any:
-    shape = (module.num_layers * (2 if module.bidirectional else 1), batch, HIDDEN)
-    if isinstance(module, nn.LSTM):
-        return draw(*shape), draw(*shape)
-    return draw(*shape)
+    shape = (module.num_layers * (2 if module.bidirectional else 1), batch)
+    hidden = draw(*shape, module.proj_size or HIDDEN)
+    return (hidden, draw(*shape, HIDDEN)) if isinstance(module, nn.LSTM) else hidden
 
 
 @pytest.mark.grid(3)
@@ -75,7 +75,9 @@ def test_sequence(batch: int, kind: str, shape: dict[str, Any], given: bool) -> 
 
 
 @BATCHES
-@pytest.mark.parametrize(("kind", "output"), [*((kind, 1) for kind in KINDS), ("lstm", 2)])
+@pytest.mark.parametrize(
+    ("kind", "output"), [*((kind, 1) for kind in KINDS), ("lstm", 2), ("projected", 2)]
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_final_states(batch: int, kind: str, shape: dict[str, Any], output: int) -> None:
     rule, module = build(kind, **shape)
@@ -191,9 +193,8 @@ def test_oracle_sees_a_missing_state() -> None:
     [
         ({"batch_first": False}, (2, 3, INPUT), "batch_first=True"),
         ({}, (3, INPUT), "without a batch axis"),
-        ({"proj_size": 1}, (2, 3, INPUT), "projects its hidden states"),
     ],
-    ids=["batch second", "unbatched", "projection"],
+    ids=["batch second", "unbatched"],
 )
 def test_refused(options: dict[str, Any], shape: tuple[int, ...], message: str) -> None:
     rule, module = build("lstm", **options)

@@ -36,7 +36,8 @@ class Chain:
         suffix: The end of its parameters' names, such as ``"l0_reverse"``.
         backward: Whether it reads the sequence from its end.
         x: Its inputs. Shape ``[N, T, I]``.
-        before: The hidden states its steps start from. Shape ``[N, T, H]``.
+        before: The hidden states its steps start from. Shape ``[N, T, H]``, or ``[N, T, P]`` if the
+            layer projects them.
         tables: What its cell computed beforehand for the recursion, see :class:`Cell`.
     """
 
@@ -55,17 +56,20 @@ class Carried:
         x: At the input. Shape ``[V, N, T, I]``.
         states: At each initial state. Shape ``[V, layers·directions, N, H]``.
         gates: At the inputs' part of the gates, ``[V, N, T, G·H]`` for each chain, by suffix.
+        hidden: At the hidden states, ``[V, N, T, P]``, of chains that project them.
     """
 
     x: Tensor
     states: tuple[Tensor, ...]
     gates: dict[str, Tensor]
+    hidden: dict[str, Tensor]
 
 
 class RecurrentRule(AffinePairsRule):
     """``h_t = cell(W_ih x_t + b_ih, W_hh h_{t-1} + b_hh)``, stacked in layers and directions.
 
-    With ``δ_t`` the columns at the gates: ``M(W_ih) = Σ_t δ_t ⊗ x_t``; ``h_{t-1}`` for ``W_hh``.
+    With ``δ_t`` the columns at the gates: ``M(W_ih) = Σ_t δ_t ⊗ x_t``; ``h_{t-1}`` for ``W_hh``. A
+    projection ``h_t = W_hr m_t`` has those at ``h_t``, and ``m_t``.
     The final states ``[layers·directions, N, H]`` carry their samples on axis 1.
     """
 
@@ -75,7 +79,7 @@ class RecurrentRule(AffinePairsRule):
         return tuple(name for name, _ in named if _NAME.fullmatch(name))
 
     def check(self, view: View) -> None:
-        """Refuse layouts without a leading batch axis, packed sequences, dropout, projections."""
+        """Refuse layouts without a leading batch axis, packed sequences, and dropout."""
         module = _module(view)
         sequence = arguments(view)["input"]
         if isinstance(sequence, PackedSequence):
@@ -100,11 +104,6 @@ class RecurrentRule(AffinePairsRule):
                 f"(dropout={module.dropout}), and does not store what it dropped: call eval() on "
                 "it, or build one recurrent layer each with nn.Dropout between."
             )
-        if module.proj_size > 0:
-            raise UnsupportedError(
-                f"{view.path} projects its hidden states (proj_size={module.proj_size}), which "
-                "this rule does not know: use proj_size=0, or put an nn.Linear behind it."
-            )
 
     def batch_axis(self, view: View, index: int) -> int:
         """Axis 0 of the sequence, axis 1 of the final states."""
@@ -121,14 +120,15 @@ class RecurrentRule(AffinePairsRule):
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gates of all steps, and inputs or hidden states, in the order of the input."""
         kind, source, suffix = name.split("_", 2)
-        gates = self._carried(view, mat).gates[suffix]
+        carried = self._carried(view, mat)
         chain = next(c for layer in self._chains(view) for c in layer if c.suffix == suffix)
+        inputs = {"ih": chain.x, "hh": chain.before, "hr": chain.tables[-1]}[source]
+        out = carried.hidden[suffix] if source == "hr" else carried.gates[suffix]
         if source == "hh":
-            gates = self.cell(view).hidden_gates(chain.tables, gates)
-        out = _in_order(gates, chain.backward, 2).unsqueeze(3)
+            out = self.cell(view).hidden_gates(chain.tables, out)
+        out = _in_order(out, chain.backward, 2).unsqueeze(3)
         if kind == "bias":
             return out, None
-        inputs = chain.x if source == "ih" else chain.before
         return out, _in_order(inputs, chain.backward, 1).unsqueeze(2)
 
     def _chains(self, view: View) -> list[list[Chain]]:
@@ -169,8 +169,9 @@ class RecurrentRule(AffinePairsRule):
         if given:
             return [view.tensor_input(slot) for slot in given]
         module, x = _module(view), tensor(view, "input")
-        shape = (module.num_layers * _directions(module), len(x), module.hidden_size)
-        return [x.new_zeros(shape)] * count
+        shape = module.num_layers * _directions(module), len(x)
+        sizes = module.proj_size or module.hidden_size, module.hidden_size
+        return [x.new_zeros(*shape, size) for size in sizes[:count]]
 
     def _carried(self, view: View, mat: Tensor) -> Carried:
         return once_per_columns(view, "carried", mat, lambda: self._carry_back(view, mat))
@@ -179,6 +180,7 @@ class RecurrentRule(AffinePairsRule):
         module, cell, layers = _module(view), self.cell(view), self._chains(view)
         at_output = mat if view.index == 0 else None
         gates: dict[str, Tensor] = {}
+        hidden: dict[str, Tensor] = {}
         states: list[tuple[Tensor, ...]] = []
         for layer in reversed(range(module.num_layers)):
             at_inputs, at_states = [], []
@@ -192,49 +194,57 @@ class RecurrentRule(AffinePairsRule):
                 if at_output is not None:
                     part = at_output.chunk(_directions(module), -1)[direction]
                     steps = _in_order(part, chain.backward, 2)
-                hh = view.parameter(f"weight_hh_{chain.suffix}")
-                gates[chain.suffix], start = _recurse(cell, chain, hh, steps, ends)
-                ih = view.parameter(f"weight_ih_{chain.suffix}")
-                at_inputs.append(_in_order(gates[chain.suffix] @ ih, chain.backward, 2))
+                weights = _weights(view, chain.suffix)
+                found, projected, start = _recurse(cell, chain, weights, steps, ends)
+                gates[chain.suffix] = found
+                if projected is not None:
+                    hidden[chain.suffix] = projected
+                at_inputs.append(_in_order(found @ weights.ih, chain.backward, 2))
                 at_states.append(start)
             states = at_states + states
             at_output = at_inputs[0] if len(at_inputs) == 1 else at_inputs[0] + at_inputs[1]
         assert at_output is not None
         stacked = tuple(torch.stack(parts, 1) for parts in zip(*states, strict=True))
-        return Carried(at_output, stacked, gates)
+        return Carried(at_output, stacked, gates, hidden)
 
 
 def _recurse(
-    cell: Cell, chain: Chain, hh: Tensor, steps: Tensor | None, ends: list[Tensor | None]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    cell: Cell, chain: Chain, weights: Weights, steps: Tensor | None, ends: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Go back through time.
 
     Args:
         cell: The cell.
         chain: What happened forwards.
-        hh: The weight of the hidden state. Shape ``[G·H, H]``.
+        weights: The parameters.
         steps: Columns at the hidden state of every step, ``[V, N, T, H]``, or ``None``.
         ends: Columns at the last hidden and cell state, ``[V, N, H]``, or ``None``.
 
     Returns:
-        Columns at the gates ``[V, N, T, G·H]``, and at the initial states ``[V, N, H]``.
+        Columns at the gates ``[V, N, T, G·H]``; at the hidden states ``[V, N, T, P]``, or ``None``
+        if they are not projected; and at the initial states ``[V, N, H]``.
     """
     hidden, memory = ends
     columns: list[Tensor] = []
+    projected: list[Tensor] = []
     for time in reversed(range(chain.x.shape[1])):
         now = tuple(table[:, time] for table in chain.tables)
         if steps is not None:
             hidden = steps[:, :, time] if hidden is None else hidden + steps[:, :, time]
         elif hidden is None:
             assert memory is not None
-            hidden = torch.zeros_like(memory)
+            hidden = memory.new_zeros(*memory.shape[:-1], weights.hh.shape[-1])
+        if weights.hr is not None:
+            projected.append(hidden)
+            hidden = hidden @ weights.hr
         gates, beside, memory = cell.step(now, hidden, memory)
-        hidden = cell.hidden_gates(now, gates) @ hh
+        hidden = cell.hidden_gates(now, gates) @ weights.hh
         if beside is not None:
             hidden = hidden + beside
         columns.append(gates)
     states = (hidden, memory)[: cell.states]
-    return torch.stack(columns[::-1], 2), tuple(s for s in states if s is not None)
+    at_projections = torch.stack(projected[::-1], 2) if projected else None
+    return torch.stack(columns[::-1], 2), at_projections, tuple(s for s in states if s is not None)
 
 
 def _module(view: View) -> RNNBase:
@@ -251,11 +261,17 @@ def _in_order(x: Tensor, backward: bool, axis: int) -> Tensor:
 
 
 def _weights(view: View, suffix: str) -> Weights:
-    biases: list[Tensor | None] = [None, None]
-    if _module(view).bias:
-        biases = [view.parameter(f"bias_{source}_{suffix}") for source in ("ih", "hh")]
-    matrices = [view.parameter(f"weight_{source}_{suffix}") for source in ("ih", "hh")]
-    return Weights(*matrices, *biases)
+    def named(kind: str, is_there: bool = True) -> Tensor | None:
+        return view.parameter(f"{kind}_{suffix}") if is_there else None
+
+    module = _module(view)
+    return Weights(
+        view.parameter(f"weight_ih_{suffix}"),
+        view.parameter(f"weight_hh_{suffix}"),
+        named("bias_ih", module.bias),
+        named("bias_hh", module.bias),
+        named("weight_hr", module.proj_size > 0),
+    )
 
 
 def _select(chain: Chain, samples: Tensor) -> Chain:

@@ -18,16 +18,21 @@ Tables = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one direction of one layer: ``[G·H, I]``, ``[G·H, H]``, twice ``[G·H]``."""
+    """The parameters of one direction of one layer: ``[G·H, I]``, ``[G·H, H]``, twice ``[G·H]``.
+
+    A layer that projects its hidden states has another one, ``[P, H]``, and ``[G·H, P]`` second.
+    """
 
     ih: Tensor
     hh: Tensor
     bias_ih: Tensor | None
     bias_hh: Tensor | None
+    hr: Tensor | None = None
 
     def flat(self) -> list[Tensor]:
         """In the order of arguments of torch's functions."""
-        return [w for w in (self.ih, self.hh, self.bias_ih, self.bias_hh) if w is not None]
+        weights = self.ih, self.hh, self.bias_ih, self.bias_hh, self.hr
+        return [weight for weight in weights if weight is not None]
 
     def gates(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of input and hidden state in every step's gates. Shape ``[N, T, G·H]``."""
@@ -68,7 +73,7 @@ class Cell(ABC):
 
         Args:
             now: The tables of this step.
-            hidden: Columns at ``h_t``. Shape ``[V, N, H]``.
+            hidden: Columns at ``h_t``, before a projection. Shape ``[V, N, H]``.
             memory: Columns at the cell state ``c_t``, or ``None``. Shape ``[V, N, H]``.
 
         Returns:
@@ -120,7 +125,10 @@ class LSTMCell(Cell):
     def tables(
         self, x: Tensor, before: Tensor, after: Tensor, state: tuple[Tensor, ...], weights: Weights
     ) -> Tables:
-        """``∂gates`` stacked ``[N, T, 4, H]``, ``∂h_t/∂c_t``, ``∂c_t/∂c_{t-1}``."""
+        """``∂gates`` stacked ``[N, T, 4, H]``, ``∂h_t/∂c_t``, ``∂c_t/∂c_{t-1}``.
+
+        And ``h_t`` before a projection, if there is one.
+        """
         first, second = weights.gates(x, before)
         i, f, g, o = (first + second).chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -135,13 +143,14 @@ class LSTMCell(Cell):
             i * (1 - g**2),
             squashed * o * (1 - o),
         )
-        return torch.stack(slopes, 2), o * (1 - squashed**2), f
+        tables = torch.stack(slopes, 2), o * (1 - squashed**2), f
+        return tables if weights.hr is None else (*tables, o * squashed)
 
     def step(
         self, now: Tables, hidden: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``i``, ``f``, ``g`` act through ``c_t``, and ``o`` on ``h_t``."""
-        slopes, into_memory, forget = now
+        slopes, into_memory, forget, *_ = now
         memory = hidden * into_memory if memory is None else memory + hidden * into_memory
         gates = torch.stack([memory, memory, memory, hidden], 2) * slopes
         return gates.flatten(2), None, memory * forget
