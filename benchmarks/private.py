@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_core import backpack, extend
 from backpack_privacy import Accountant, Clipping, Private, make_private
+from backpack_privacy.randomness import SUMMED, source
 from benchmarks.measure import CLOCKS, SETTLED, alternate, forget, freeing, growth
 from benchmarks.peers import FIRST_ORDER, Step
 from benchmarks.problems import PROBLEMS, Problem
@@ -205,6 +208,22 @@ def of_users(count: int, seconds: float, clock: str) -> dict[str, float]:
     return {name: found.ratio(name, "plain") for name in owners}
 
 
+def of_noise(count: int, seconds: float, clock: str) -> dict[str, float]:
+    """Nanoseconds for each of some Gaussian numbers, by what they come from.
+
+    Args:
+        count: How many numbers.
+        seconds: How long to measure.
+        clock: See :func:`benchmarks.measure.alternate`.
+    """
+    like = torch.empty(count)
+    sources = {"a seed": source(0), "the cryptographic source": source(None)}
+    steps: dict[str, Step] = {name: partial(each.normal, like) for name, each in sources.items()}
+    steps["the system's bytes alone"] = partial(os.urandom, 8 * SUMMED * count)
+    found = alternate(steps, seconds, clock, lambda _: None, least=5)
+    return {name: 1e9 * found.best(name) / count for name in steps}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.private", description=__doc__)
@@ -213,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--same", nargs="*", choices=PROBLEMS, default=["mlp", "2c2d", "gpt2", "llama", "vit"])
     add("--batch", type=int, help="number of samples (default: the problem's)")
     add("--users", type=int, help="measure clipped sums of so many users, and nothing else")
+    add("--noise", type=int, help="measure so many Gaussian numbers, and nothing else")
     add("--seconds", type=float, default=10.0)
     add("--threads", type=int, default=torch.get_num_threads())
     add("--clock", choices=CLOCKS, default="wall")
@@ -224,6 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.users:
         ratios = of_users(options.users, options.seconds, options.clock)
         print(*(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()), sep="\n")
+        return
+    if options.noise:
+        costs = of_noise(options.noise, options.seconds, options.clock)
+        print(*(f"{name}: {cost:.1f} ns a number" for name, cost in costs.items()), sep="\n")
         return
     if options.grow:
         name, way, batch = options.grow

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from math import sqrt
 
 import pytest
 import torch
 from scipy import stats
 
-from backpack_privacy import Clipping
+from backpack_privacy import Clipping, randomness
 from backpack_privacy.randomness import Seeded, Source, System
 from backpack_privacy.sampling import Poisson, Shuffled, Units
 from tests.privacy.problems import privately
@@ -35,6 +36,42 @@ def test_numbers_of_a_source(source: Source) -> None:
 
 def test_the_system_is_never_asked_for_the_same() -> None:
     assert not torch.equal(System().normal(torch.empty(9)), System().normal(torch.empty(9)))
+
+
+def test_a_process_that_is_forked_has_numbers_of_its_own() -> None:
+    source, size = System(), torch.empty(9, dtype=torch.float64)
+    source.normal(size)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, source.normal(size).numpy().tobytes())
+        os._exit(0)
+    own = source.normal(size)
+    os.waitpid(child, 0)
+    theirs = torch.frombuffer(bytearray(os.read(reader, 999)), dtype=torch.float64)
+    assert not set(own.tolist()) & set(theirs.tolist())
+
+
+@pytest.mark.host("scipy")
+def test_several_tensors_share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number is drawn more often than it is used, and none is used twice."""
+    monkeypatch.setattr(randomness, "_AT_ONCE", 7)
+    source, draws, counts = System(), System._normal, list[int]()
+
+    def noted(self: System, count: int) -> torch.Tensor:
+        counts.append(count)
+        return draws(self, count)
+
+    monkeypatch.setattr(System, "_normal", noted)
+    shapes = [(2, 3), (0, 4), (), (5, 6), (3,), (200, 10)]
+    likes = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+    found = [*source.normals(likes)]
+    assert [each.shape for each in found] == [like.shape for like in likes]
+    every = torch.cat([each.flatten() for each in found])
+    assert sum(counts) == len(every) == len(set(every.tolist()))
+    assert max(counts) == 7
+    assert stats.kstest(every.numpy(), "norm").pvalue > ALARM
+    assert not [*source.normals([])]
 
 
 @pytest.mark.host("scipy")

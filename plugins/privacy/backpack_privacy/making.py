@@ -100,7 +100,7 @@ def make_private(
             ``"samples"``: the number of rows; ``None``: nothing, since it is a sum; or a number.
         accountant: ``"pld"``, ``"rdp"`` or a function, see
             :class:`~backpack_privacy.accounting.Accountant`.
-        seed: For tests; default: the system's source of random numbers.
+        seed: For tests; default: a cryptographic generator, which the system seeds.
         checks: The number of steps in which the movement of parameters is compared with their
             private gradients.
         public_buffers: Names of buffers that may change, since they do not depend on data.

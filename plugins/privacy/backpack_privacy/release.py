@@ -118,8 +118,7 @@ class Release:
         multiplier = self.clipping.noise_multiplier(self.noise_multiplier)
         found = [total.clone() for total in sums.totals().values()]
         if self.processes.rank == 0 and multiplier:
-            for total in found:
-                noise = self._source.normal(total)
+            for total, noise in zip(found, self._source.normals(found), strict=True):
                 total.add_(noise, alpha=multiplier * self.clipping.sensitivity)
         self.processes.add_up(found)
         return [total.div_(self._sampler.expected) for total in found]
