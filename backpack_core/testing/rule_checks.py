@@ -105,14 +105,15 @@ def param_jac_mat_prod(run: LayerRun) -> Entries:
         yield f"param_jac_mat_prod of {name!r}", found, expected
 
 
-# Each operation as a function of a product and of ``M`` itself, formed by the oracle.
+# Each operation as a function of a product and of ``M`` itself, formed by the oracle. A parameter
+# may be a single number.
 _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tensor], Tensor]]] = {
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
-    "squared_norm": (ops.squared_norm, lambda m: m.flatten(2).square().sum(2)),
+    "squared_norm": (ops.squared_norm, lambda m: m.square().unsqueeze(2).flatten(2).sum(2)),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "dense": (ops.dense, lambda m: m),
-    "gram": (ops.gram, lambda m: torch.einsum("vnp,wmp->vnwm", m.flatten(2), m.flatten(2))),
+    "gram": (ops.gram, lambda m: torch.einsum("vnp,wmp->vnwm", *[m.unsqueeze(2).flatten(2)] * 2)),
     "weighted_sum": (
         lambda p: ops.weighted_sum(p, oracle.draw((2, p.columns, p.samples), 12)),
         lambda m: torch.einsum("kvn,vn...->k...", oracle.draw((2, *m.shape[:2]), 12), m),

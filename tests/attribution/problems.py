@@ -26,6 +26,22 @@ class Tied(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
+class Scaled(nn.Sequential):
+    """A layer whose scores are multiplied by one number, which is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return Scaled()
+
+
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -77,7 +93,8 @@ def ggn(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
 
         jacobians = torch.func.jacrev(output)({n: p.detach() for n, p in trained.items()})
         z = output({n: p.detach() for n, p in trained.items()})
-        jacobian = torch.cat([jacobians[n].flatten(2) for n in trained], 2)  # [S, C, P]
+        parts = [jacobians[n].unsqueeze(2).flatten(2) for n in trained]
+        jacobian = torch.cat(parts, 2)  # [S, C, P]
         p = z.softmax(1)
         hessian = torch.diag_embed(p) - p.unsqueeze(1) * p.unsqueeze(2)
         total = total + torch.einsum("scp,scd,sdq->pq", jacobian, hessian, jacobian)

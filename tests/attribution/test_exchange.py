@@ -29,11 +29,11 @@ def test_bergson(tmp_path, dtype) -> None:
     write_bergson(store, tmp_path / "bergson")
     info = json.loads((tmp_path / "bergson" / "info.json").read_text())
     assert info["num_grads"] == info["num_items"] == 8
-    assert info["grad_sizes"] == {"0.weight": 35, "0.bias": 5, "conv.weight": 48}
+    assert info["grad_sizes"] == {"0.weight": 35, "0.bias": 5, "conv.weight": 48, "scale": 1}
     assert not info["attribute_tokens"]
     if dtype is not torch.bfloat16:  # which numpy knows by ml_dtypes alone
         kind = np.dtype(info["base_dtype"])
-        found = np.memmap(tmp_path / "bergson" / "gradients.bin", kind, "r", shape=(8, 88))
+        found = np.memmap(tmp_path / "bergson" / "gradients.bin", kind, "r", shape=(8, 89))
         assert np.array_equal(found, flat(rows(8)).to(dtype).numpy())
     blocks = [*read_bergson(tmp_path / "bergson", rows=3)]
     assert [len(names) for names, _ in blocks] == [3, 3, 2]
@@ -44,7 +44,7 @@ def test_bergson(tmp_path, dtype) -> None:
         for names, gradients in blocks:
             copy.append(names, gradients)
     queries = rows(2, 1)
-    found = copy.search({name: value.flatten(1) for name, value in queries.items()}, 3)
+    found = copy.search({name: value.reshape(2, -1) for name, value in queries.items()}, 3)
     assert found.identities == store.search(queries, 3).identities
 
 
@@ -117,7 +117,7 @@ def test_folders_of_something_else(tmp_path) -> None:
         write_bergson(GradientStore(tmp_path / "empty"), tmp_path / "bergson")
     write_bergson(filled(tmp_path / "store"), tmp_path / "bergson")
     (tmp_path / "bergson" / "gradients.bin").write_bytes(b"short")
-    with pytest.raises(UsageError, match="5 bytes, but its index says 2816"):
+    with pytest.raises(UsageError, match="5 bytes, but its index says 2848"):
         next(read_bergson(tmp_path / "bergson"))
 
 

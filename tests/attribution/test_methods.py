@@ -21,9 +21,9 @@ from backpack_core import extend, is_extended
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC
 from backpack_data import accumulate
-from tests.attribution.problems import ggn, gradients, loader, mlp, tied, tokens, vectors
+from tests.attribution.problems import ggn, gradients, loader, mlp, scaled, tied, tokens, vectors
 
-NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
+NETS = {"mlp": (mlp, vectors), "scaled": (scaled, vectors), "tied": (tied, tokens)}
 
 
 @pytest.fixture(params=NETS)

@@ -36,6 +36,31 @@ class GainRule(ParametricRule):
         return mat * view.input
 
 
+class Temperature(Module):
+    """``y = t x`` with a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.t
+
+
+class TemperatureRule(ParametricRule):
+    module_types = (Temperature,)
+    params = ("t",)
+    linear_in_params = ("t",)
+    hessian_is_zero = True
+    jacobian_is_constant = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("t")
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return (mat * view.input).flatten(2).sum(2)
+
+
 class Grouped(Module):
     """``y[n, g] = W[g] x[n, g]`` for two groups: two inputs and two outputs each."""
 

@@ -22,7 +22,7 @@ from backpack_core.testing import (
     parametrize_checks,
 )
 from backpack_core.testing.checks import CHECKS
-from tests.kit.layers import Gain, GainRule, case_of
+from tests.kit.layers import Gain, GainRule, Temperature, TemperatureRule, case_of
 from tests.kit.test_faults import WrongSign
 
 NAMES = {
@@ -135,6 +135,10 @@ def test_no_cases_and_wrong_cases_are_refused() -> None:
 def test_a_layer_without_a_rule_cannot_be_checked() -> None:
     with pytest.raises(UsageError, match=r"No rule speaks for Gain: .*\[project.entry-"):
         check_case(RuleCase(Gain, lambda n: torch.randn(n, 4)))
+
+
+def test_parameters_may_be_single_numbers() -> None:
+    assert not [r for r in check_case(case_of(Temperature, TemperatureRule)) if not r.ok]
 
 
 def test_losses_and_extensions_have_results_too() -> None:

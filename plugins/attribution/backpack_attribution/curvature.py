@@ -271,7 +271,7 @@ def solved(
 
 def _dots(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """``⟨a_m, b_m⟩`` over all parameters, ``[M]``."""
-    return sum(((a[n] * b[n]).flatten(1).sum(1) for n in a), torch.zeros((), device="cpu"))
+    return sum((forms.flat(a[n] * b[n]).sum(1) for n in a), torch.zeros((), device="cpu"))
 
 
 def _plus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ def write_bergson(
 def _write_rows(store: GradientStore, path: Path) -> None:
     with path.open("wb") as file:
         for block in store.blocks():
-            flat = [forms.dense(block.gradients[name]).flatten(1) for name in store.shapes]
+            flat = [forms.flat(forms.dense(block.gradients[name])) for name in store.shapes]
             file.write(bytes_of(torch.cat(flat, 1)))
 
 

@@ -94,5 +94,5 @@ class FaissIndex:
         return torch.cat(found)
 
     def _flat(self, gradients: Gradients) -> Tensor:
-        parts = [forms.dense(gradients[name]).flatten(1).float() for name in self.shapes]
+        parts = [forms.flat(forms.dense(gradients[name])).float() for name in self.shapes]
         return torch.cat(parts, 1).cpu()

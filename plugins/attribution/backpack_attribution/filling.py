@@ -164,11 +164,11 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
     moments: dict[str, Tensor] = {}
     for block in store.blocks():
         for name in queries:
-            rows = forms.dense(block.gradients[name]).flatten(1)
+            rows = forms.flat(forms.dense(block.gradients[name]))
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
             moments[name] = moments.get(name, rows.new_zeros(())) + rows.T @ rows
     asked = {name: forms.dense(value) for name, value in queries.items()}
-    flat = {name: value.flatten(1).cpu() for name, value in asked.items()}
+    flat = {name: forms.flat(value).cpu() for name, value in asked.items()}
     solved = inverse_products(moments, flat, damping)
     found = {name: solved[name].reshape(asked[name].shape) for name in queries}
     projection, weights = getattr(queries, "projection", None), getattr(queries, "weights", "")

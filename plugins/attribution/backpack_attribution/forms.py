@@ -168,6 +168,11 @@ def inner(samples: Gradients, queries: Gradients) -> Tensor:
     return total
 
 
+def flat(value: Tensor) -> Tensor:
+    """A part as rows, ``[N, *θ] → [N, P]``; a parameter may be a single number."""
+    return value.unsqueeze(1).flatten(1)
+
+
 def inner_of(value: Value, query: Value) -> Tensor:
     """Inner products of one part, ``[N, M]``."""
     if isinstance(value, SampleGradients):
@@ -175,7 +180,7 @@ def inner_of(value: Value, query: Value) -> Tensor:
     if isinstance(query, SampleGradients):
         return query.inner(value).T
     dtype = torch.promote_types(torch.promote_types(value.dtype, query.dtype), torch.float32)
-    return value.flatten(1).to(dtype) @ query.flatten(1).to(value.device, dtype).T
+    return flat(value).to(dtype) @ flat(query).to(value.device, dtype).T
 
 
 def own_of(value: Value, query: Value) -> Tensor:
@@ -183,7 +188,7 @@ def own_of(value: Value, query: Value) -> Tensor:
     if value is query:
         return norm_of(value).square()
     wide = torch.promote_types(value.dtype, torch.float32)
-    return (dense(value).to(wide) * dense(query).to(wide)).flatten(1).sum(1)
+    return flat(dense(value).to(wide) * dense(query).to(wide)).sum(1)
 
 
 def fitting(gradients: Gradients) -> int:
@@ -216,5 +221,5 @@ def norm_of(value: Value) -> Tensor:
     if isinstance(value, SampleGradients):
         return value.norm()
     wide = torch.promote_types(value.dtype, torch.float32)
-    found: Tensor = torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=wide)
+    found: Tensor = torch.linalg.vector_norm(flat(value), dim=1, dtype=wide)
     return found

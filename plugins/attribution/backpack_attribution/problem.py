@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -14,9 +13,10 @@ from torch.nn import Module
 
 from backpack_attribution.forms import Value
 from backpack_attribution.identities import content_hash
-from backpack_core import Extension, backpack, extend, is_extended, unextend
+from backpack_core import Extension, backpack, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
+from backpack_data.borrowed import extended, same_gradients
 from backpack_firstorder import SampleGradients
 from backpack_firstorder.tokens import Per, as_per
 from backpack_interplay.compiled import uncompiled
@@ -114,18 +114,9 @@ class Problem:
             return self
         return Problem(self.model, lossfunc or self.lossfunc, self.split)
 
-    @contextmanager
-    def extended(self) -> Iterator[None]:
+    def extended(self) -> extended:
         """Extend model and loss for a while, if they are not extended."""
-        new = [m for m in (self.model, self._summed) if isinstance(m, Module)]
-        new = [m for m in new if not is_extended(m)]
-        try:
-            for module in new:
-                extend(module)
-            yield
-        finally:
-            for module in new:
-                unextend(module)
+        return extended(self.model, self._summed)
 
     def split_on_device(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a batch, on the device of the model."""
@@ -196,7 +187,8 @@ class Problem:
         """
         with torch.enable_grad(), uncompiled():
             loss = self.loss(batch)  # outside of the block, so it may go backward itself
-            with backpack(extension, gradient="none"):
+            # Of a parameter that a function uses, autograd computes the gradient.
+            with backpack(extension, gradient="none"), same_gradients(self.parameters.values()):
                 loss.backward()
         found: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
