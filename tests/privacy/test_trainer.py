@@ -28,6 +28,15 @@ def test_accelerate() -> None:
     assert difference(model, other) == 0
 
 
+def test_accelerators_that_divide_the_loss() -> None:
+    private, model, lossfunc = privately()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    inputs, targets = next(iter(private.loader))
+    with pytest.raises(UsageError, match=r"multiplied the loss by 0\.5"):
+        private.step(lossfunc(model(inputs), targets), backward=accelerator.backward)
+    assert private.steps == 0
+
+
 class Sentences(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 12
@@ -90,6 +99,31 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     trainer.train()
     assert second.steps == 6
     assert difference(model, other) < 1e-12
+
+
+@pytest.mark.host("it moves the model by itself")
+def test_a_trainer_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    from backpack_privacy.trainer import PrivateCallback
+
+    private, _, lossfunc = tiny()
+    trainer, losses = trainer_of(private, tmp_path), list[float]()
+    PrivateCallback(private).attach(trainer)
+
+    def fails(outputs: Any, labels: Any, **_: Any) -> Any:
+        if len(losses) == 1:
+            raise KeyError("in the loss")
+        losses.append(0.0)
+        return lossfunc(outputs.logits, labels)
+
+    trainer.compute_loss_func = fails
+    with pytest.raises(KeyError, match="in the loss"):
+        trainer.train()
+    other = nn.Linear(2, 1)
+    other(torch.ones(1, 2)).sum().backward()
+    assert other.weight.grad is not None
+    losses.append(0.0)
+    trainer.train()
+    assert private.steps == 7
 
 
 def test_trainers_that_are_not_private(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isclose
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -108,7 +109,8 @@ class Private(Spending):
             scaler: A ``torch.amp.GradScaler``. The loss is multiplied by its scale, which clipped
                 sums do not contain. A step with sums that overflow is skipped, but counted.
             backward: What to call instead of ``loss.backward()``, such as
-                ``accelerator.backward``. With a scaler, it must scale the loss itself.
+                ``accelerator.backward``. With a scaler, it must scale the loss itself. It must not
+                multiply it by anything else.
             normaliser: What this loss divides by, if that differs from batch to batch.
 
         Returns:
@@ -121,7 +123,7 @@ class Private(Spending):
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self.recording(scale, normaliser):
             if backward is not None:
-                backward(loss)
+                _by_function(backward, loss, scale)
             else:
                 (loss if scaler is None else scaler.scale(loss)).backward()
         if not self.is_complete:
@@ -346,3 +348,25 @@ class Private(Spending):
     def __repr__(self) -> str:
         """The settings, and the progress."""
         return f"<Private: {self._release}>"
+
+
+def _by_function(backward: Callable[[Tensor], Any], loss: Tensor, scale: float) -> None:
+    """Go backward by a function that may multiply the loss by a scaler's number alone.
+
+    Raises:
+        UsageError: It multiplies the loss by another number.
+    """
+    arrived: list[Tensor] = []
+    handle = loss.register_hook(arrived.append)
+    try:
+        backward(loss)
+    finally:
+        handle.remove()
+    for factor in map(float, arrived):
+        if not isclose(factor, scale, rel_tol=0.01):
+            raise UsageError(
+                f"backward= has multiplied the loss by {factor / scale:g}, and the noise stays the "
+                "same. Every batch of private.loader is a step, so gradients are not to be added "
+                "up over batches: write Accelerator(gradient_accumulation_steps=1), and "
+                "make_private(..., max_rows=...) if a batch is too large."
+            )

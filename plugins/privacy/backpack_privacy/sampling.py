@@ -319,7 +319,8 @@ def check_loader(loader: Any) -> None:
     if loader.batch_size is None:
         raise UsageError(
             "The loader has no batch_size, which is the average number of samples in a batch. "
-            "Write DataLoader(dataset, batch_size=...), without a batch_sampler."
+            "Write DataLoader(dataset, batch_size=...), without a batch_sampler. If "
+            "accelerator.prepare(...) has replaced it, call make_private(...) first."
         )
     usual = (RandomSampler, SequentialSampler, DistributedSampler)
     if not isinstance(loader.sampler, usual):

@@ -35,8 +35,15 @@ class PrivateCallback(TrainerCallback):
         Args:
             trainer: The trainer, before ``train()``.
         """
+        step = trainer.training_step  # the forward and the backward pass of a batch
+
+        def private_step(*args: Any, **kwargs: Any) -> Any:
+            with self._private:
+                return step(*args, **kwargs)
+
         # Batches come directly from the loader: nothing may draw ahead, or shard batches again.
         vars(trainer)["get_train_dataloader"] = lambda: self._private.loader
+        vars(trainer)["training_step"] = private_step
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -62,16 +69,11 @@ class PrivateCallback(TrainerCallback):
                 "each. Set it to 1, and make the loader's batch_size larger."
             )
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The forward and the backward pass of a batch follow."""
-        self._private.__enter__()
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Both have finished.
+        """Check that the whole batch has gone backward.
 
         Raises:
             UsageError: The batch came in parts.
         """
-        self._private.__exit__(None, None, None)
         if not self._private.is_complete:
             raise UsageError("The Trainer steps after each part of a batch. Leave out max_rows=.")
