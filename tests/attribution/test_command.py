@@ -121,6 +121,41 @@ def test_padding_and_prompts_do_not_count(folder: Path) -> None:
     assert len({*by_content}) == 2
 
 
+def test_what_a_tokenizer_puts_around_texts_goes_around_prompt_and_text(folder: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    _, tokenizer = load_model(folder / "gpt2")
+    inner, pad = tokenizer._tokenizer, tokenizer.pad_token_id
+    inner.post_processor = TemplateProcessing(
+        single="<pad> $A <unk>", special_tokens=[("<pad>", pad), ("<unk>", tokenizer.unk_token_id)]
+    )
+    (batch,) = Texts([{"ask": "the cat", "say": "likes bread"}], tokenizer, "say", "ask")
+    assert batch["input_ids"].tolist() == [tokenizer("the cat likes bread")["input_ids"]]
+    assert batch["labels"][0, :3].tolist() == [-100] * 3
+    (batch,) = Texts([{"say": "likes bread"}], tokenizer, "say")
+    assert batch["labels"].tolist() == [tokenizer("likes bread")["input_ids"]]
+    with pytest.raises(UsageError, match="record 1, ''"):
+        list(Texts([{"say": "bread"}, {"say": ""}], tokenizer, "say"))
+
+
+def test_equal_records_have_names(folder: Path) -> None:
+    same = [{"ask": "a", "say": "b"}] * 3
+    found = Texts([*same, {"ask": "", "say": "ab"}], None, "say", "ask", "content").identities()
+    assert [str(name)[32:] for name in found] == ["", "-1", "-2", ""]
+    assert len({*found}) == 4
+    with pytest.raises(UsageError, match=r"have 'a' in the field 'ask'.* --id content"):
+        Texts(same, None, "say", id="ask").identities()
+
+
+def test_texts_that_were_moved(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "moved.txt"
+    data.write_text("\n\n".join(TEXTS) + "\n\n")  # empty lines are no texts
+    call("build", folder / "gpt2", data, tmp_path / "store", "--dim", 4)
+    data.unlink()
+    rows = json.loads(call("query", tmp_path / "store", folder / "queries.txt", "--json"))
+    assert sorted(place["id"] for place in rows[0]["found"]) == [0, 1, 2, 3]
+
+
 def test_files_of_other_programs(tmp_path: Path) -> None:
     """A mark in front, lines that hold separators of their own, and files that are damaged."""
     table = tmp_path / "table.csv"

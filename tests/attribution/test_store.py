@@ -6,6 +6,7 @@ import copy
 import shutil
 from functools import partial, partialmethod
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
@@ -212,14 +213,16 @@ def test_folders_are_merged(tmp_path) -> None:
     for rank in range(2):
         with GradientStore(tmp_path / f"r{rank}") as store:
             store.append([*range(rank, 6, 2)], {k: v[rank::2] for k, v in whole.items()})
-    merged = merge_stores([tmp_path / "r0", tmp_path / "r1"], tmp_path / "both")
+    GradientStore(tmp_path / "none")  # of a rank without samples
+    folders = [tmp_path / name for name in ("none", "r0", "r1")]
+    merged = merge_stores(folders, tmp_path / "both")
     assert sorted(merged.identities) == [*range(6)]
     assert torch.equal(merged[[3, 4]]["0.bias"], whole["0.bias"][[3, 4]])
     with pytest.raises(UsageError, match="exists"):
         merge_stores([tmp_path / "r0"], tmp_path / "both")
     with pytest.raises(UsageError, match="Two samples have the identity 0"):
         merge_stores([tmp_path / "r0", tmp_path / "both"], tmp_path / "again")
-    GradientStore(tmp_path / "other", dtype=torch.bfloat16)
+    filled(tmp_path / "other", dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="settings, parts and shapes"):
         merge_stores([tmp_path / "r0", tmp_path / "other"], tmp_path / "again")
 
@@ -249,6 +252,40 @@ def test_the_index_as_an_arrow_table(tmp_path) -> None:
     table = store.to_arrow()
     assert table.column_names == ["identity", "shard", "row"]
     assert table.to_pydict() == store.index()
+
+
+def test_two_writers_of_one_number(tmp_path) -> None:
+    """The second is kept out until the first has finished, in other processes, too."""
+    store, again = GradientStore(tmp_path / "store"), GradientStore(tmp_path / "store")
+    with store:
+        with store:  # a loop that calls a function which opens a block
+            pass
+        with pytest.raises(UsageError, match="Another writer is at work"), again:
+            pass
+        with GradientStore(tmp_path / "store", process=1) as other:
+            other.append(["b"], rows(1))
+        store.append(["a"], rows(1))
+    with again:
+        again.append(["c"], rows(1))
+    assert sorted(GradientStore(tmp_path / "store").identities) == ["a", "b", "c"]
+
+
+def test_rows_do_not_wait_for_more_than_a_minute(tmp_path, monkeypatch) -> None:
+    store, now = GradientStore(tmp_path / "store"), monotonic()
+    store.append(["a"], rows(1))
+    assert not store.identities
+    monkeypatch.setattr("backpack_attribution.store.monotonic", lambda: now + 100)
+    store.append(["b"], rows(1))
+    assert store.identities == ["a", "b"]
+    store.append(["c"], rows(1))
+    assert len(GradientStore(tmp_path / "store")) == 2
+
+
+def test_a_damaged_manifest(tmp_path) -> None:
+    filled(tmp_path / "store")
+    (tmp_path / "store" / "store.json").write_text('{"dtype": ')
+    with pytest.raises(UsageError, match=r"store\.json is damaged"):
+        GradientStore(tmp_path / "store")
 
 
 # Used badly ---------------------------------------------------------------------------------------

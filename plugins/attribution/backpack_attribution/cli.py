@@ -120,7 +120,11 @@ def query(
     projected, asked = _projected(found.about, queries, batch_size)
     gradients = preconditioned(found, projected) if method == "logra" else projected
     best = found.search(gradients, count, largest=not lowest, cosine=method == "cosine")
-    known = _texts_of(found.about, read_records(found.about["data"]))
+    try:
+        known = _texts_of(found.about, read_records(found.about["data"]))
+    except UsageError as error:  # scores and identities are in the store
+        typer.echo(f"The training texts cannot be shown. {error.args[0]}", err=True)
+        known = {}
     _show(best, [asked.shown(r) for r in asked.records], known, as_json)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from backpack_core.errors import UsageError
 
 VERSION = 1
 UNFINISHED = ".unfinished"  # names of files end with this while they are written
@@ -57,6 +61,47 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically."""
     text = json.dumps(value, indent=2)
     atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+class Lock:
+    """Keeps other processes out of a folder, until it is given back or the process has ended.
+
+    On Windows, and on file systems without locks, it keeps nobody out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Lock a file.
+
+        Args:
+            path: The file; it is made, and stays.
+
+        Raises:
+            UsageError: Another process has locked it.
+        """
+        self._file: IO[bytes] = path.open("ab")
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._file.close()
+                raise UsageError(
+                    f"Another writer is at work in {path.parent}, and both would store the same "
+                    "samples. Wait until it has finished, or give another folder; processes of one "
+                    "run need different numbers, GradientStore(..., process=...)."
+                ) from error
+            except OSError:
+                pass
+
+    def give_back(self) -> None:
+        """Let others in; processes that were forked meanwhile have the file open, too."""
+        if sys.platform != "win32":
+            import fcntl
+
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
 
 
 def _flush(path: Path) -> None:

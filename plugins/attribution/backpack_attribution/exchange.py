@@ -194,7 +194,7 @@ def read_dattri(folder: str | Path) -> Iterator[Block]:
     """The records of a store of dattri-LLM in its memory-mapped format, mapped from disk.
 
     Factorised linear layers, ``Σ_t g[n, t] a[n, t]ᵀ``, are read as ``SampleGradients``. Samples
-    keep their identifiers. Records of several ranks follow each other.
+    keep their identifiers, which are texts there. Records of several ranks follow each other.
 
     Args:
         folder: A folder with ``index.jsonl``, or with folders ``rank_N`` that have one.

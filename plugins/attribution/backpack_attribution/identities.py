@@ -142,9 +142,10 @@ class ByContent:
 
     def __call__(self, batch: Any, samples: int) -> list[Identity]:
         """The names of a batch's samples."""
-        return [self._next(name) for name in content_hashes(batch, samples)]
+        return [self.named(name) for name in content_hashes(batch, samples)]
 
-    def _next(self, name: str) -> Identity:
+    def named(self, name: str) -> Identity:
+        """The name of a sample with a hash."""
         times = self._seen[name]
         self._seen[name] += 1
         return f"{name}-{times}" if times else name
@@ -211,6 +212,11 @@ def listed(identities: Any) -> list[Identity]:
     return [*map(plain, [identities] if is_one else identities)]
 
 
+def repeated(identities: Iterable[Identity]) -> Identity | None:
+    """An identity that several samples have; ``None`` if there is none."""
+    return next((name for name, times in Counter(identities).items() if times > 1), None)
+
+
 def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
     """Identities as strings and integers, one for each sample.
 
@@ -227,10 +233,10 @@ def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
         raise UsageError(
             f"Got {len(found)} identities for {samples} samples: give one for each sample."
         )
-    twice = [name for name, times in Counter(found).items() if times > 1]
-    if twice:
+    twice = repeated(found)
+    if twice is not None:
         raise UsageError(
-            f"Two samples have the identity {twice[0]!r}: number them, or name them by content "
+            f"Two samples have the identity {twice!r}: number them, or name them by content "
             '(identities="content"), which also gives equal samples different names.'
         )
     return found

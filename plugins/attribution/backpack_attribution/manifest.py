@@ -125,8 +125,14 @@ class Manifest:
         """
         path = folder / NAME
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("version", None) != VERSION:
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UsageError(
+                    f"{path} is damaged ({error}). Copy it from another store of the same run, or "
+                    "build the store again."
+                ) from error
+            if not isinstance(found, dict) or found.pop("version", None) != VERSION:
                 raise UsageError(
                     f"Another version of this library wrote {path}: install that, or give another "
                     "folder."

@@ -19,7 +19,8 @@ from backpack_products.fingerprint import agreed
 def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientStore:
     """One store of the rows of several, such as those that ranks wrote on separate machines.
 
-    Shards are copied unchanged. Ranks that share a folder need no merging.
+    Shards are copied unchanged. Ranks that share a folder need no merging. Stores that never had a
+    row, such as that of a rank without samples, are left out.
 
     Args:
         folders: Stores with the same settings, parts and shapes.
@@ -31,7 +32,8 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
     """
     if isinstance(folders, (str, Path)):
         raise UsageError(f"merge_stores takes a list of folders. Got {str(folders)!r}.")
-    sources, target = [GradientStore(folder) for folder in folders], Path(into)
+    every, target = [GradientStore(folder) for folder in folders], Path(into)
+    sources = [source for source in every if source.shapes] or every
     found = [Manifest.read(source.folder) for source in sources]
     manifests = [manifest for manifest in found if manifest is not None]
     agreed({str(s.folder): m.plugins for s, m in zip(sources, manifests, strict=True)})

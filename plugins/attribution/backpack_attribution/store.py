@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from backpack_attribution import forms
-from backpack_attribution.disk import UNFINISHED
+from backpack_attribution.disk import UNFINISHED, Lock
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked, listed, plain
 from backpack_attribution.manifest import DTYPES, Manifest, Projected, shown
@@ -22,6 +23,9 @@ from backpack_products.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+SECONDS: Final = 60  # after which rows that wait are written: so much work is lost by a kill
 
 
 class GradientStore:
@@ -69,7 +73,8 @@ class GradientStore:
                 ``Σ_c left[:, c] right[:, c]ᵀ``, if that takes less memory.
             about: Facts about the gradients, as JSON. For an existing store, they must be the same
                 as before.
-            shard_bytes: A shard is written when it has this size; also at the end of the block.
+            shard_bytes: A shard is written when it has this size, or after a minute; also at the
+                end of the block.
             process: Which of several writers this is; default: the rank in ``torch.distributed``.
 
         Raises:
@@ -77,7 +82,9 @@ class GradientStore:
         """
         self.folder = Path(folder)
         self._shard_bytes, self._process = shard_bytes, _rank() if process is None else process
-        self._waiting = Waiting()
+        self._waiting, self._written = Waiting(), monotonic()
+        self._lock: Lock | None = None
+        self._depth = 0  # of blocks
         self._manifest = Manifest.opened(self.folder, dtype, rank, about)
         self._shards = Shards(self.folder)
 
@@ -193,7 +200,8 @@ class GradientStore:
                 f"was stored. Look at the loss of these samples, and at the range of {self.dtype}."
             )
         self._waiting.add(names, made)
-        if self._waiting.nbytes >= self._shard_bytes:
+        is_late = monotonic() - self._written > SECONDS
+        if is_late or self._waiting.nbytes >= self._shard_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -202,13 +210,20 @@ class GradientStore:
         if block is not None:
             self._manifest.require_unchanged(self.folder)
             self._shards.write(block, self._manifest.shapes, self._process)
-            self._waiting = Waiting()
+            self._waiting, self._written = Waiting(), monotonic()
 
     def __enter__(self) -> GradientStore:
-        """The store itself; at the end of the block, waiting samples are written."""
-        # A killed run of this process may have left something unfinished.
-        for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
-            path.unlink(missing_ok=True)
+        """The store itself; at the end of the block, waiting samples are written.
+
+        Raises:
+            UsageError: Another process of the same number writes to the folder.
+        """
+        if not self._depth:
+            self._lock = Lock(self.folder / f".writer-{self._process:04d}{UNFINISHED}")
+            # A killed run of this process may have left something unfinished.
+            for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
+                path.unlink(missing_ok=True)
+        self._depth += 1
         return self
 
     def __exit__(
@@ -218,7 +233,13 @@ class GradientStore:
         traceback: TracebackType | None,
     ) -> None:
         """Write waiting samples, even after an error: they are complete."""
-        self.flush()
+        self._depth -= 1
+        try:
+            self.flush()
+        finally:
+            if not self._depth and self._lock is not None:
+                self._lock.give_back()
+                self._lock = None
 
     def blocks(self, rows: int = 4096) -> Iterator[Block]:
         """All stored samples, some at a time, mapped from disk.

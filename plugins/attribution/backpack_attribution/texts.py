@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_attribution.identities import Identity, checked, content_hash
+from backpack_attribution.identities import ByContent, Identity, content_hash, repeated
 from backpack_core.errors import UsageError
 
 Record = Mapping[str, Any]
@@ -27,7 +27,7 @@ def read_records(path: str | Path) -> Sequence[Record]:
     Args:
         path: ``.jsonl`` (an object on each line), ``.json`` (a list of objects), ``.csv`` (with a
             header), ``.txt`` (a text on each line, as ``"text"``), or a folder that ``datasets``
-            has saved.
+            has saved. Empty lines do not count.
 
     Raises:
         UsageError: The file does not exist or has another kind, or ``datasets`` is not installed.
@@ -79,7 +79,8 @@ def _table(path: Path) -> Iterator[Any]:
 
 def _plain(path: Path) -> Iterator[Any]:
     for line in _read_lines(path):
-        yield {"text": line}
+        if line.strip():
+            yield {"text": line}
 
 
 def _saved(path: Path) -> Sequence[Record]:
@@ -152,34 +153,56 @@ class Texts:
         """Batches, each padded to its longest text."""
         for first in range(0, len(self.records), self.size):
             rows = range(first, min(first + self.size, len(self.records)))
-            yield self._batch([self._tokens(self.records[n]) for n in rows])
+            yield self._batch([self._tokens(n) for n in rows])
 
     def identities(self) -> list[Identity]:
-        """Names of all records."""
+        """Names of all records; by content, equal records have different suffixes.
+
+        Raises:
+            UsageError: Two records have the same name.
+        """
         if self.id == "row":
             return [*range(len(self.records))]
         if self.id == "content":
-            names = [content_hash(self.shown(record)) for record in self.records]
-        else:
-            names = [str(record[self.id]) for record in self.records]
-        return checked(names, len(names))
+            names, fields = ByContent(), [field for field in (self.prompt, self.text) if field]
+            each = ([str(record[field]) for field in fields] for record in self.records)
+            return [names.named(content_hash(own)) for own in each]
+        found: list[Identity] = [str(record[self.id]) for record in self.records]
+        twice = repeated(found)
+        if twice is not None:
+            raise UsageError(
+                f"Two records have {twice!r} in the field {self.id!r}: name records by another "
+                "field, by --id row, or by --id content."
+            )
+        return found
 
     def shown(self, record: Record) -> str:
         """The text of a record, after its prompt."""
         return f"{record[self.prompt] if self.prompt else ''}{record[self.text]}"
 
-    def _tokens(self, record: Record) -> tuple[list[int], int]:
+    def _tokens(self, number: int) -> tuple[list[int], int]:
         """Tokens of a record, and how many of them are the prompt."""
-        before = self.tokenizer(str(record[self.prompt]))["input_ids"] if self.prompt else []
-        options = {"add_special_tokens": not before}
-        own = self.tokenizer(str(record[self.text]), **options)["input_ids"]
-        found = [*before, *own][: self.length]
-        if len(found) < 2 or len(found) <= len(before):
+        record = self.records[number]
+        first, own, last = self._parts(record[self.text])
+        if self.prompt:  # what a tokenizer puts around a text goes around both
+            _, before, _ = self._parts(record[self.prompt])
+            first = [*first, *before]
+        found = [*first, *own, *last][: self.length]
+        count = len(first) if self.prompt else 0
+        if not own or len(found) < 2 or len(found) <= count:
             raise UsageError(
-                f"The text {self.shown(record)!r:.60} has no token to predict within "
-                f"{self.length} tokens: leave it out, or allow more with --length."
+                f"The text of record {number}, {self.shown(record)!r:.60}, has no token to predict "
+                f"within {self.length} tokens: leave it out, or allow more with --length."
             )
-        return found, len(before)
+        return found, count
+
+    def _parts(self, text: Any) -> tuple[list[int], list[int], list[int]]:
+        """What the tokenizer puts before a text, the tokens of the text, and what it puts after."""
+        found = self.tokenizer(str(text), return_special_tokens_mask=True)
+        ids, mask = found["input_ids"], found["special_tokens_mask"]
+        start = next((n for n, is_added in enumerate(mask) if not is_added), len(ids))
+        end = next((len(ids) - n for n, is_added in enumerate(mask[::-1]) if not is_added), start)
+        return ids[:start], ids[start:end], ids[end:]
 
     def _batch(self, rows: list[tuple[list[int], int]]) -> dict[str, Tensor]:
         width = max(len(tokens) for tokens, _ in rows)

@@ -34,7 +34,8 @@ def advise(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | No
     broken = [each.plugin for each in found if each.plugin and each.plugin.error is not None]
     if broken:
         return f" {load_error(broken[0])}", broken[0]
-    return "".join(f" {text}" for text in dict.fromkeys(map(_why_not, found))), None
+    texts = filter(None, dict.fromkeys(map(_why_not, found)))
+    return "".join(f" {text}" for text in texts), None
 
 
 def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
@@ -48,12 +49,15 @@ def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
 
 
 def _why_not(provider: Provider) -> str:
+    """Why a provider is not used; empty if it was asked for by the name of an entry point."""
     package, _, name = provider.name.rpartition(".")
     plugin = provider.plugin
     what = f"a layer rule for {name}" if package else f"the extension {name}"
     what = "it" if plugin is not None and name == plugin.name else what
     if plugin is None:
         return f"{provider.distribution} has {what}: pip install {provider.distribution}."
+    if plugin.state == "loaded" and not package:
+        return ""
     if plugin.state == "loaded":
         return (
             f"{plugin.provenance} has {what}, but it is not used for a class or an object that "
