@@ -1,8 +1,8 @@
 """Where the grouped kernel beats unfolded patches: ``python -m benchmarks.kernels``.
 
 The products of a convolution's output columns and patches are formed both ways, in pieces as the
-contractions do, alternately in one process. The table in ``docs/design/products.md`` is from
-here, and ``DirectPatches.suits`` is the rule that fits it.
+contractions do, alternately in one process. ``docs/design/products.md`` has figures from
+here, and ``DirectPatches.suits`` is the rule that fits them.
 """
 
 from __future__ import annotations

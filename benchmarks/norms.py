@@ -1,9 +1,9 @@
 """What norms and sums of individual gradients cost by each way: ``python -m benchmarks.norms``.
 
 Milliseconds of random factors ``[N, S, O]`` and ``[N, S, I]``, the least of alternating rounds. The
-table in ``docs/design/products.md`` is from here, and ``contractions.is_gram_cheaper`` and
-``clipping.is_cheaper_kept`` count by it. ``kept`` forms individual gradients, reads norms and sum,
-and weights what it kept; beside it stands the way without, ``pieces+sum`` and ``weighted``.
+figures in ``docs/design/products.md`` are from here, and ``contractions.is_gram_cheaper`` and
+``clipping.is_cheaper_kept`` count by them. ``kept`` forms individual gradients, reads norms and
+sum, and weights what it kept; beside it stands the way without, ``pieces+sum`` and ``weighted``.
 """
 
 from __future__ import annotations

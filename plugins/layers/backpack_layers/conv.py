@@ -163,7 +163,7 @@ class DirectPatches(Patches, DirectRows):
     """Products with the patches by oneDNN's weight gradient of a convolution, a group per sample.
 
     It forms no patches, and is faster if feature maps are large compared with the weight. The
-    limits are measured, see ``docs/design/products.md``.
+    limits are measured by ``python -m benchmarks.kernels``; see ``docs/design/products.md``.
     """
 
     # The kernel is faster up to this many entries of a product per position; for images of one or

@@ -1,7 +1,7 @@
 """The memory budget of a pass, and all constants that were found by measuring on a machine.
 
-They affect speed, and results only by rounding. ``docs/design/products.md`` says how they were
-found.
+They affect speed, and results only by rounding. ``docs/design/products.md`` has the reasons for
+the largest of them.
 """
 
 from __future__ import annotations

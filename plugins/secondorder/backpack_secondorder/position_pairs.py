@@ -3,7 +3,7 @@
     Σ_v (Σ_s out[v, s] inp[s])² = Σ_s Σ_t (Σ_v out[v, s] out[v, t]) inp[s] inp[t]
 
 On the right side, columns occur only in the sum in brackets, which does not contain ``inp``.
-Timings are in ``docs/design/products.md``.
+A timing is in ``docs/design/products.md``.
 """
 
 from __future__ import annotations
