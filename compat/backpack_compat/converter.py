@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from backpack_compat.conversions import converted, is_number, is_only_reader, overwrites
 from backpack_core.engine.active import logger
-from backpack_core.errors import BackpackWarning
+from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
@@ -61,9 +61,19 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
 
     Returns:
         The converted network. Parameters may be ordered and named differently.
+
+    Raises:
+        UsageError: ``torch.fx`` cannot trace the network, since its ``forward`` depends on values.
     """
     ensure_loaded()
-    graph = RuleTracer().trace(module)
+    try:
+        graph = RuleTracer().trace(module)
+    except (TypeError, ValueError) as error:  # fx's own error is one of these
+        raise UsageError(
+            f"torch.fx cannot rewrite {type(module).__name__}: {error}. Leave out the converter: "
+            "extend(model) takes any forward pass as it runs. Or make what depends on values or "
+            "arguments a module of its own."
+        ) from error
     result = GraphModule(module, graph)
     graph.eliminate_dead_code(lambda node: node.is_impure() or overwrites(node))
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")

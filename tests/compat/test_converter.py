@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from backpack_compat.converter import convert
 from backpack_core import backpack, extend
-from backpack_core.errors import BackpackWarning
+from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.extensions import BatchGrad, DiagHessian
 from backpack_layers.modules import ReduceTuple, SumModule
 from tests.oracle import assert_close
@@ -360,3 +360,21 @@ def test_second_derivatives_of_a_converted_network() -> None:
 def test_debug(logged: list[str]) -> None:
     convert(Net(lambda x: F.relu(x)), debug=True)
     assert "ReLU 'relu0'" in " ".join(logged)
+
+
+class Looping(nn.Module):
+    def forward(self, x: Tensor, steps: int = 2) -> Tensor:
+        for _ in range(steps):
+            x = torch.tanh(x)
+        return x
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize("kind", [Looping, Branching])
+def test_what_depends_on_values_is_named(kind: type[nn.Module]) -> None:
+    with pytest.raises(UsageError, match=f"cannot rewrite {kind.__name__}.*Leave out the conv"):
+        convert(kind())
