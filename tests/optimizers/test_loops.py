@@ -200,6 +200,24 @@ def test_copies_and_pickles(kind: Any) -> None:
             copied(optimizer)
 
 
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_parameters_that_the_model_has_exchanged(kind: Any) -> None:
+    model, x, y = net()
+    model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
+    optimizer = kind(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with optimizer.curvature():
+            lossfunc(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(UsageError, match="no longer the model's"):
+        step()
+
+
 def test_frozen_parameters_rest_in_gauss_newton() -> None:
     """They do not decay by old gradients, either; and some parameter must be left."""
     model, x, y = net()

@@ -190,13 +190,15 @@ class FactoredOptimizer(GroupedOptimizer):
             What the closure returned.
 
         Raises:
-            UsageError: Factors are due, but no pass ran inside a block; or factors are not finite.
+            UsageError: Factors are due, but no pass ran inside a block; factors are not finite; or
+                the model has exchanged a parameter.
         """
         if self._adapt is not None and closure is None:
             raise UsageError(
                 "adapt= compares the loss before and after a step: pass a closure, "
                 "optimizer.step(closure), that computes the loss and calls backward()."
             )
+        self._require_present()
         replay = Replay(self._all()[0].device)
         loss = self._called(closure, self._block()) if closure is not None else None
         looks = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0

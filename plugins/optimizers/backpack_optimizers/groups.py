@@ -155,6 +155,21 @@ class GroupedOptimizer(Optimizer):
         groups = (g for g in self.param_groups if method in (None, g["method"]))
         return [p for group in groups for p in group["params"]]
 
+    def _require_present(self) -> None:
+        """Refuse a step of parameters that the model has exchanged since.
+
+        Raises:
+            UsageError: The model has another parameter in the place of one.
+        """
+        present = {*map(id, self.model.parameters())}
+        gone = next((p for p in self._all() if id(p) not in present), None)
+        if gone is not None:
+            raise UsageError(
+                f"The parameter {self.name_of(gone)!r} is no longer the model's: it was replaced "
+                "(by load_state_dict(..., assign=True), for example), so no step would move it. "
+                "Make the optimizer again, and load its state."
+            )
+
     def _decay(self, group: Group) -> None:
         """Shrink the weights of a group that have a gradient."""
         if group["weight_decay"]:
