@@ -368,5 +368,6 @@ def _by_function(backward: Callable[[Tensor], Any], loss: Tensor, scale: float) 
                 f"backward= has multiplied the loss by {factor / scale:g}, and the noise stays the "
                 "same. Every batch of private.loader is a step, so gradients are not to be added "
                 "up over batches: write Accelerator(gradient_accumulation_steps=1), and "
-                "make_private(..., max_rows=...) if a batch is too large."
+                "make_private(..., max_rows=...) if a batch is too large. If the number is that of "
+                "a gradient scaler, pass scaler=."
             )
