@@ -42,6 +42,7 @@ RTOL = 1e-7
 # Fields that may hold other things, where a product has lost its factors.
 FORMS = ("kflr factors.0", "kfac factors.0", "kflr factors.1", "kfac factors.1")
 BLOCKS = 5
+PASSED_BY = "calls passed by"
 # In parts of the largest value of a field in all parameters.
 NOISE = 1e-9
 Values = Mapping[tuple[str, str], Tensor]
@@ -136,6 +137,8 @@ def _fault(
         own = quick.get((name, field))
         if field in FORMS and _form(quick, name, field) != _form(slow, name, field):
             continue  # a block or a diagonal where the plain way has no factors
+        if field in FORMS and value.numel() == slow[name, f"{field[:-1]}0"].numel() == 1:
+            continue  # kept apart, two uses of one number count as one and its transpose
         if own is None or own.shape != value.shape:
             return f"{field} of {name} is missing, or of another shape"
         undefined = value.isnan()  # the root of a negative loss, in passes that are not measured
@@ -162,7 +165,10 @@ def _compared(prepared: Prepared, extensions: list[Extension], random: Random) -
     def fault(name: str) -> str:
         gradient = SHORTCUTS[name].gradient if name else "autograd"
         with placed(alone(name) if name else together()):
-            found = _fault(_outcome(prepared, extensions, gradient), slow, gradient, least)
+            quick = _outcome(prepared, extensions, gradient)
+        if name in ("", PASSED_BY) and slow == "UnsupportedError" and not isinstance(quick, str):
+            return ""  # a rule that is not asked does not refuse; test_nets judges the values
+        found = _fault(quick, slow, gradient, least)
         asked = ", ".join(type(extension).__name__ for extension in extensions)
         return f"{name or 'together'}: {found}\n{asked}\n{prepared.recipe}\n" if found else ""
 
