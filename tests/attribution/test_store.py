@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
 import shutil
+from contextlib import suppress
 from functools import partial, partialmethod
 from pathlib import Path
 from time import monotonic
@@ -267,7 +270,37 @@ def test_two_writers_of_one_number(tmp_path) -> None:
         store.append(["a"], rows(1))
     with again:
         again.append(["c"], rows(1))
+        assert pickle.loads(pickle.dumps(again)).missing(["c"]) == []
     assert sorted(GradientStore(tmp_path / "store").identities) == ["a", "b", "c"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_forked_processes_have_no_share_in_the_lock(tmp_path) -> None:
+    """Neither do they let others in, nor keep them out, whatever becomes of them."""
+    store, again = GradientStore(tmp_path / "store"), GradientStore(tmp_path / "store")
+    ready, done = os.pipe(), os.pipe()
+    with store:
+        child = os.fork()
+        if not child:
+            store.__exit__(None, None, None)
+            os.write(ready[1], b"!")
+            os.read(done[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        with pytest.raises(UsageError, match="Another writer is at work"), again:
+            pass
+    with again:
+        pass
+    os.write(done[1], b"!")
+    os.waitpid(child, 0)
+    for end in (*ready, *done):
+        os.close(end)
+    (tmp_path / "store" / ".x-0000-y.unfinished").mkdir()
+    with suppress(OSError), again:
+        pass
+    (tmp_path / "store" / ".x-0000-y.unfinished").rmdir()
+    with store:
+        pass
 
 
 def test_rows_do_not_wait_for_more_than_a_minute(tmp_path, monkeypatch) -> None:

@@ -6,10 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
+from weakref import WeakSet
 
 import torch
 from safetensors.torch import save_file
@@ -93,15 +93,24 @@ class Lock:
                 ) from error
             except OSError:
                 pass
+        _held.add(self)
 
     def give_back(self) -> None:
-        """Let others in; processes that were forked meanwhile have the file open, too."""
-        if sys.platform != "win32":
-            import fcntl
-
-            with suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+        """Let others in."""
         self._file.close()
+
+
+_held: WeakSet[Lock] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the files in a process that was forked: a lock lasts while any process has it open."""
+    for lock in [*_held]:
+        lock.give_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _flush(path: Path) -> None:

@@ -219,12 +219,20 @@ class GradientStore:
             UsageError: Another process of the same number writes to the folder.
         """
         if not self._depth:
-            self._lock = Lock(self.folder / f".writer-{self._process:04d}{UNFINISHED}")
-            # A killed run of this process may have left something unfinished.
-            for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
-                path.unlink(missing_ok=True)
+            lock = Lock(self.folder / f".writer-{self._process:04d}{UNFINISHED}")
+            try:  # a killed run of this process may have left something unfinished
+                for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
+                    path.unlink(missing_ok=True)
+            except BaseException:
+                lock.give_back()
+                raise
+            self._lock = lock
         self._depth += 1
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not inside of a block."""
+        return {**vars(self), "_lock": None, "_depth": 0}
 
     def __exit__(
         self,

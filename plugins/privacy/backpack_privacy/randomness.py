@@ -16,6 +16,7 @@ from backpack_core.errors import UsageError
 # Each Gaussian number is the sum of this many, divided by the root of the number.
 SUMMED = 4
 _BITS = 53  # of a uniform number in double precision
+_MOST_BYTES = 2**30  # of one call
 _AT_ONCE = 2**16  # numbers, so that what they are made of stays in the cache
 
 
@@ -57,7 +58,10 @@ class System(Source):
         """See the class."""
         if not count:
             return torch.empty(0, dtype=torch.float64)
-        bits = torch.frombuffer(bytearray(ssl.RAND_bytes(8 * count)), dtype=torch.int64)
+        drawn = bytearray()
+        while missing := 8 * count - len(drawn):
+            drawn += ssl.RAND_bytes(min(missing, _MOST_BYTES))
+        bits = torch.frombuffer(drawn, dtype=torch.int64)
         return bits.bitwise_and_(2**_BITS - 1).double().mul_(2.0**-_BITS)
 
     def normal(self, like: Tensor) -> Tensor:
