@@ -216,6 +216,9 @@ def test_folders_are_merged(tmp_path) -> None:
     for rank in range(2):
         with GradientStore(tmp_path / f"r{rank}") as store:
             store.append([*range(rank, 6, 2)], {k: v[rank::2] for k, v in whole.items()})
+    GradientStore(tmp_path / "strange", about={"model": "other"})
+    with pytest.raises(UsageError, match="settings, parts and shapes"):
+        merge_stores([tmp_path / "strange", tmp_path / "r0"], tmp_path / "both")
     GradientStore(tmp_path / "none")  # of a rank without samples
     folders = [tmp_path / name for name in ("none", "r0", "r1")]
     merged = merge_stores(folders, tmp_path / "both")
@@ -301,6 +304,19 @@ def test_forked_processes_have_no_share_in_the_lock(tmp_path) -> None:
     (tmp_path / "store" / ".x-0000-y.unfinished").rmdir()
     with store:
         pass
+
+
+def test_folders_that_are_only_read(tmp_path, monkeypatch) -> None:
+    store, found = filled(tmp_path / "store"), Path.open
+
+    def refused(path: Path, *args, **kwargs):
+        if path.name.startswith(".writer"):
+            raise PermissionError(path)
+        return found(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with store:
+        assert len(store) == 8
 
 
 def test_rows_do_not_wait_for_more_than_a_minute(tmp_path, monkeypatch) -> None:

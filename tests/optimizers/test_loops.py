@@ -213,6 +213,10 @@ def test_parameters_that_the_model_has_exchanged(kind: Any) -> None:
         optimizer.step()
 
     step()
+    taken = model[3]
+    model[3] = nn.Identity()
+    step()  # of the others
+    model[3] = taken
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     with pytest.raises(UsageError, match="no longer the model's"):
         step()

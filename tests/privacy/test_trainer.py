@@ -132,6 +132,10 @@ def test_trainers_that_are_not_private(tmp_path: Path) -> None:
     private, _, _ = tiny()
     with pytest.raises(UsageError, match="draws its own batches"):
         trainer_of(private, tmp_path, callbacks=[PrivateCallback(private)]).train()
+    trainer = trainer_of(private, tmp_path, callbacks=[PrivateCallback(private)])
+    trainer.get_train_dataloader = lambda: private.loader
+    with pytest.raises(UsageError, match="takes its own steps"):
+        trainer.train()
     for options, message in (
         ({"optimizers": (None, None)}, "its own optimizer"),
         ({"arguments": {"gradient_accumulation_steps": 2}}, "gradient_accumulation_steps"),

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -66,7 +67,8 @@ def write_json(path: Path, value: Any) -> None:
 class Lock:
     """Keeps other processes out of a folder, until it is given back or the process has ended.
 
-    On Windows, and on file systems without locks, it keeps nobody out.
+    On Windows, on file systems without locks, and where the file cannot be opened (in a folder that
+    is only read), it keeps nobody out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,8 +80,11 @@ class Lock:
         Raises:
             UsageError: Another process has locked it.
         """
-        self._file: IO[bytes] = path.open("ab")
-        if sys.platform != "win32":
+        self._file: IO[bytes] | None = None
+        for mode in ("ab", "rb"):  # another user may own it, and locks need no right to write
+            with suppress(OSError):
+                self._file = self._file or path.open(mode)
+        if sys.platform != "win32" and self._file is not None:
             import fcntl
 
             try:
@@ -97,7 +102,8 @@ class Lock:
 
     def give_back(self) -> None:
         """Let others in."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 _held: WeakSet[Lock] = WeakSet()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from backpack_attribution.disk import UNFINISHED
 from backpack_attribution.identities import checked
@@ -14,6 +16,8 @@ from backpack_attribution.manifest import Manifest
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import UsageError
 from backpack_products.fingerprint import agreed
+
+_OTHER: Final = "Stores can be merged if their settings, parts and shapes are the same. Got {}."
 
 
 def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientStore:
@@ -34,15 +38,14 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
         raise UsageError(f"merge_stores takes a list of folders. Got {str(folders)!r}.")
     every, target = [GradientStore(folder) for folder in folders], Path(into)
     sources = [source for source in every if source.shapes] or every
+    if len({(s.dtype, s.rank, json.dumps(s.about, sort_keys=True)) for s in every}) > 1:
+        raise UsageError(_OTHER.format([str(s.folder) for s in every]))
     found = [Manifest.read(source.folder) for source in sources]
     manifests = [manifest for manifest in found if manifest is not None]
     agreed({str(s.folder): m.plugins for s, m in zip(sources, manifests, strict=True)})
     settings = [replace(manifest, plugins={}, weights="") for manifest in manifests]
     if not sources or any(each != settings[0] for each in settings):
-        raise UsageError(
-            "Stores can be merged if their settings, parts and shapes are the same. Got "
-            f"{[str(s.folder) for s in sources] or 'none'}."
-        )
+        raise UsageError(_OTHER.format([str(s.folder) for s in sources] or "none"))
     if len({manifest.weights for manifest in manifests} - {""}) > 1:
         raise UsageError(
             "The rows of these stores were computed at different weights of the model, and are not "

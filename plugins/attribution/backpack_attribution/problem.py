@@ -185,10 +185,11 @@ class Problem:
             batch: A batch of the loader.
             extension: The extension. It stores under ``FIELD``, so that other results stay.
         """
-        with torch.enable_grad(), uncompiled():
-            loss = self.loss(batch)  # outside of the block, so it may go backward itself
-            # Of a parameter that a function uses, autograd computes the gradient.
-            with backpack(extension, gradient="none"), same_gradients(self.parameters.values()):
+        # Of a parameter that a function uses, autograd computes the gradient; and the forward pass,
+        # outside of the block, may go backward itself.
+        with torch.enable_grad(), uncompiled(), same_gradients(self.parameters.values()):
+            loss = self.loss(batch)
+            with backpack(extension, gradient="none"):
                 loss.backward()
         found: dict[str, Any] = {}
         for name, parameter in self.parameters.items():

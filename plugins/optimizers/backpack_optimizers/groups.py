@@ -161,8 +161,9 @@ class GroupedOptimizer(Optimizer):
         Raises:
             UsageError: The model has another parameter in the place of one.
         """
-        present = {*map(id, self.model.parameters())}
-        gone = next((p for p in self._all() if id(p) not in present), None)
+        present = dict(self.model.named_parameters(remove_duplicate=False))
+        own = ((present.get(self.name_of(p), p), p) for p in self._all())
+        gone = next((p for now, p in own if now is not p), None)
         if gone is not None:
             raise UsageError(
                 f"The parameter {self.name_of(gone)!r} is no longer the model's: it was replaced "

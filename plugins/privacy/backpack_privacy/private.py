@@ -363,7 +363,7 @@ def _by_function(backward: Callable[[Tensor], Any], loss: Tensor, scale: float) 
     finally:
         handle.remove()
     for factor in map(float, arrived):
-        if not isclose(factor, scale, rel_tol=0.01):
+        if not isclose(factor, scale, rel_tol=0.001):
             raise UsageError(
                 f"backward= has multiplied the loss by {factor / scale:g}, and the noise stays the "
                 "same. Every batch of private.loader is a step, so gradients are not to be added "

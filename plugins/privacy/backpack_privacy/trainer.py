@@ -27,7 +27,7 @@ class PrivateCallback(TrainerCallback):
 
     def __init__(self, private: Private) -> None:
         """Store what makes steps private."""
-        self._private = private
+        self._private, self._is_attached = private, False
 
     def attach(self, trainer: Trainer) -> None:
         """Make a trainer call this, and take the batches that are drawn.
@@ -43,7 +43,7 @@ class PrivateCallback(TrainerCallback):
 
         # Batches come directly from the loader: nothing may draw ahead, or shard batches again.
         vars(trainer)["get_train_dataloader"] = lambda: self._private.loader
-        vars(trainer)["training_step"] = private_step
+        vars(trainer)["training_step"], self._is_attached = private_step, True
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -53,9 +53,9 @@ class PrivateCallback(TrainerCallback):
             UsageError: The trainer has other batches, another optimizer, or adds up gradients.
         """
         optimizer = kwargs.get("optimizer")
-        if kwargs.get("train_dataloader") is not self._private.loader:
+        if not self._is_attached or kwargs.get("train_dataloader") is not self._private.loader:
             raise UsageError(
-                "The Trainer draws its own batches. Call "
+                "The Trainer draws its own batches, or takes its own steps. Call "
                 "PrivateCallback(private).attach(trainer) instead of callbacks=[...]."
             )
         if getattr(optimizer, "optimizer", optimizer) is not self._private.optimizer:
