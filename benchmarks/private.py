@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import ssl
 import subprocess
 import sys
 import warnings
@@ -219,6 +220,7 @@ def of_noise(count: int, seconds: float, clock: str) -> dict[str, float]:
     like = torch.empty(count)
     sources = {"a seed": source(0), "the cryptographic source": source(None)}
     steps: dict[str, Step] = {name: partial(each.normal, like) for name, each in sources.items()}
+    steps["its bytes alone"] = partial(ssl.RAND_bytes, 8 * SUMMED * count)
     steps["the system's bytes alone"] = partial(os.urandom, 8 * SUMMED * count)
     found = alternate(steps, seconds, clock, lambda _: None, least=5)
     return {name: 1e9 * found.best(name) / count for name in steps}

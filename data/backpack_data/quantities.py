@@ -129,8 +129,10 @@ class Quantities(Mapping[Place, Any]):
         """
         if self.keys() != other.keys():
             missing = sorted(self.keys() ^ other.keys())[:3]
-            raise UsageError(f"Only one of the two has values for {missing}: they cannot be added.")
-        agreed({"These quantities": self.plugins, "those added to them": other.plugins})
+            raise UsageError(
+                f"Only one of the two has values for {missing}: they cannot be combined."
+            )
+        agreed({"These quantities": self.plugins, "the others": other.plugins})
         for place, value in self.items():
             _require_one_shape(place, value, other[place])
         return self._map(lambda place, value: function(value, other[place]))

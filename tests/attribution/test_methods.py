@@ -349,6 +349,10 @@ def test_compiled_models(whole: bool) -> None:
         compiled(train[0][0])
     found = influence(compiled, lossfunc, train, queries, "dot", progress=False)
     torch.testing.assert_close(found.values, expected.values)
+    if whole:  # projections go by names, and checkpoints have those of the compiled model
+        for method in ("trak", TracIn([compiled.state_dict()], [0.5])):
+            pair = [influence(m, lossfunc, train, queries, method) for m in (model, compiled)]
+            torch.testing.assert_close(pair[1].values, pair[0].values)
 
 
 @pytest.mark.parametrize(

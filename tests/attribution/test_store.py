@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import shutil
 from contextlib import suppress
@@ -13,6 +12,7 @@ from time import monotonic
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from backpack_attribution import FaissIndex, GradientStore, content_hash, merge_stores
@@ -277,27 +277,8 @@ def test_two_writers_of_one_number(tmp_path) -> None:
     assert sorted(GradientStore(tmp_path / "store").identities) == ["a", "b", "c"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_forked_processes_have_no_share_in_the_lock(tmp_path) -> None:
-    """Neither do they let others in, nor keep them out, whatever becomes of them."""
+def test_a_block_that_cannot_begin_lets_others_in(tmp_path) -> None:
     store, again = GradientStore(tmp_path / "store"), GradientStore(tmp_path / "store")
-    ready, done = os.pipe(), os.pipe()
-    with store:
-        child = os.fork()
-        if not child:
-            store.__exit__(None, None, None)
-            os.write(ready[1], b"!")
-            os.read(done[0], 1)
-            os._exit(0)
-        os.read(ready[0], 1)
-        with pytest.raises(UsageError, match="Another writer is at work"), again:
-            pass
-    with again:
-        pass
-    os.write(done[1], b"!")
-    os.waitpid(child, 0)
-    for end in (*ready, *done):
-        os.close(end)
     (tmp_path / "store" / ".x-0000-y.unfinished").mkdir()
     with suppress(OSError), again:
         pass
@@ -306,15 +287,28 @@ def test_forked_processes_have_no_share_in_the_lock(tmp_path) -> None:
         pass
 
 
+def test_a_block_knows_what_others_have_written(tmp_path) -> None:
+    store, again = GradientStore(tmp_path / "store"), GradientStore(tmp_path / "store")
+    again.append(["c"], rows(1))
+    with store:
+        store.append(["a", "b"], rows(2))
+    with again:
+        assert not again.missing(["a", "b", "c"])
+    assert len(GradientStore(tmp_path / "store")) == 3
+    again.append(["d"], rows(1))
+    with store:
+        store.append(["d"], rows(1))
+    with pytest.raises(UsageError, match=r"'d' is in .* already"), again:
+        pass
+
+
 def test_folders_that_are_only_read(tmp_path, monkeypatch) -> None:
-    store, found = filled(tmp_path / "store"), Path.open
+    store = filled(tmp_path / "store")
 
-    def refused(path: Path, *args, **kwargs):
-        if path.name.startswith(".writer"):
-            raise PermissionError(path)
-        return found(path, *args, **kwargs)
+    def refused(lock: FileLock) -> None:
+        raise PermissionError(lock.lock_file)
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(type(FileLock(tmp_path / "lock")), "acquire", refused)
     with store:
         assert len(store) == 8
 

@@ -255,7 +255,7 @@ def test_results_are_saved_and_calculated_with(tmp_path: Path):
     assert {t.dtype for t in single.tensors().values()} <= {torch.float32, torch.int64}
     assert "0.weight" in found.summary()
     assert list(found.field("variance")) == [n for n, _ in net().named_parameters()]
-    with pytest.raises(UsageError, match="cannot be added"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         found + run(KFLR())
 
 

@@ -38,17 +38,23 @@ def test_the_system_is_never_asked_for_the_same() -> None:
     assert not torch.equal(System().normal(torch.empty(9)), System().normal(torch.empty(9)))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_process_that_is_forked_has_numbers_of_its_own() -> None:
     source, size = System(), torch.empty(9, dtype=torch.float64)
     source.normal(size)
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, source.normal(size).numpy().tobytes())
-        os._exit(0)
+        try:
+            os.write(writer, source.normal(size).numpy().tobytes())
+        finally:
+            os._exit(0)
     own = source.normal(size)
     os.waitpid(child, 0)
-    theirs = torch.frombuffer(bytearray(os.read(reader, 999)), dtype=torch.float64)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        theirs = torch.frombuffer(bytearray(file.read()), dtype=torch.float64)
+    assert len(theirs) == 9
     assert not set(own.tolist()) & set(theirs.tolist())
 
 

@@ -300,7 +300,8 @@ def at_checkpoint(model: Module, state: Checkpoint) -> Iterator[None]:
     """A block that runs the model with the values of a checkpoint, and restores its own."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        model.load_state_dict(_state(state))
+        own = _state(state).items()  # of a compiled model, perhaps
+        model.load_state_dict({key.removeprefix("_orig_mod."): value for key, value in own})
         yield
     finally:
         model.load_state_dict(before)

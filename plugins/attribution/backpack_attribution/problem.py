@@ -61,6 +61,7 @@ class Problem:
                 random layers. The loss of the first batch shows other random operations.
         """
         _require(model, lossfunc)
+        model = plain(model)
         self.model, self.lossfunc, self.split = model, lossfunc, batch or split
         self.per = as_per(per)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -241,6 +242,12 @@ class Problem:
                 "samples, without a mean."
             )
         self._is_known_sum = True
+
+
+def plain(model: Module) -> Module:
+    """The model that ``torch.compile`` was called on: it runs eagerly, and has names of its own."""
+    found: Module = getattr(model, "_orig_mod", model)
+    return found
 
 
 def split(item: Any) -> tuple[Any, Any]:

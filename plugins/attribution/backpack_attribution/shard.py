@@ -138,7 +138,16 @@ class Shards:
         self._folder, self._shards = folder, list[Shard]()
         self._places: dict[Identity, tuple[int, int]] = {}
         self._others: dict[Path, frozenset[Identity]] = {}  # shards that others wrote since
-        for path in sorted(folder.glob("*.safetensors")):
+        self.read_new()
+
+    def read_new(self) -> None:
+        """Read the headers of shards that others have written since.
+
+        Raises:
+            UsageError: A file is damaged, or a sample is in two of them.
+        """
+        known = {shard.path for shard in self._shards}
+        for path in sorted({*self._folder.glob("*.safetensors")} - known):
             self.add(path)
 
     def add(self, path: Path) -> None:
@@ -167,14 +176,15 @@ class Shards:
         known = {shard.path for shard in self._shards} | self._others.keys()
         for path in {*self._folder.glob("*.safetensors")} - known:
             self._others[path] = frozenset(Shard.open(path).identities)
-        for path, theirs in self._others.items():
-            twice = next((name for name in identities if name in theirs), None)
-            if twice is not None:
-                raise UsageError(
-                    f"{twice!r} is in {path.name} already, which another process, or a copy of "
-                    "this store, has written since it was opened. Nothing was written: open the "
-                    "store again, and append what is missing then."
-                )
+        stored = {name: path for path, theirs in self._others.items() for name in theirs}
+        stored |= {name: self._shards[shard].path for name, (shard, _) in self._places.items()}
+        twice = next((name for name in identities if name in stored), None)
+        if twice is not None:
+            raise UsageError(
+                f"{twice!r} is in {stored[twice].name} already, which another process, or a copy "
+                "of this store, has written since it was opened. Nothing was written: open the "
+                "store again, and append what is missing then."
+            )
 
     def write(self, block: Block, shapes: dict[str, list[int]], process: int) -> None:
         """Write some samples as one more shard, which is whole or absent.

@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from filelock import FileLock, Timeout
 
 from backpack_attribution import forms
-from backpack_attribution.disk import UNFINISHED, Lock
+from backpack_attribution.disk import UNFINISHED
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked, listed, plain
 from backpack_attribution.manifest import DTYPES, Manifest, Projected, shown
@@ -83,8 +84,7 @@ class GradientStore:
         self.folder = Path(folder)
         self._shard_bytes, self._process = shard_bytes, _rank() if process is None else process
         self._waiting, self._written = Waiting(), monotonic()
-        self._lock: Lock | None = None
-        self._depth = 0  # of blocks
+        self._lock: Any = None  # once a block was opened; blocks may be nested
         self._manifest = Manifest.opened(self.folder, dtype, rank, about)
         self._shards = Shards(self.folder)
 
@@ -216,23 +216,39 @@ class GradientStore:
         """The store itself; at the end of the block, waiting samples are written.
 
         Raises:
-            UsageError: Another process of the same number writes to the folder.
+            UsageError: Another writer of the same number is at work.
         """
-        if not self._depth:
-            lock = Lock(self.folder / f".writer-{self._process:04d}{UNFINISHED}")
-            try:  # a killed run of this process may have left something unfinished
-                for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
-                    path.unlink(missing_ok=True)
-            except BaseException:
-                lock.give_back()
-                raise
-            self._lock = lock
-        self._depth += 1
+        self._lock = self._lock or FileLock(
+            self.folder / f".writer-{self._process:04d}{UNFINISHED}", timeout=0, thread_local=False
+        )
+        is_first = not self._lock.is_locked
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise UsageError(
+                f"Another writer is at work in {self.folder}, and both would store the same "
+                "samples. Wait until it has finished, or give another folder; processes of one run "
+                "need different numbers, GradientStore(..., process=...)."
+            ) from error
+        except OSError:  # a folder that is only read, or a file system without locks
+            return self
+        if is_first:
+            self._begin_to_write()
         return self
+
+    def _begin_to_write(self) -> None:
+        """Read what others have written until now, and remove what a killed run left unfinished."""
+        try:
+            self._shards.read_new()
+            for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
+                path.unlink(missing_ok=True)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not inside of a block."""
-        return {**vars(self), "_lock": None, "_depth": 0}
+        return {**vars(self), "_lock": None}
 
     def __exit__(
         self,
@@ -241,13 +257,11 @@ class GradientStore:
         traceback: TracebackType | None,
     ) -> None:
         """Write waiting samples, even after an error: they are complete."""
-        self._depth -= 1
         try:
             self.flush()
         finally:
-            if not self._depth and self._lock is not None:
-                self._lock.give_back()
-                self._lock = None
+            if self._lock is not None:
+                self._lock.release()
 
     def blocks(self, rows: int = 4096) -> Iterator[Block]:
         """All stored samples, some at a time, mapped from disk.
