@@ -294,6 +294,16 @@ class TwiceTheSamples(MSELossRule):
         return 2 * super()._sqrt_hessian_sampled(view, samples)
 
 
+class SharesTheDraws(MSELossRule):
+    """Right for each sample, and wrong where samples meet: in tied weights, or in one gradient."""
+
+    module_types = (OwnLoss,)
+
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        root = super()._sqrt_hessian_sampled(view, samples)
+        return root[:, :1].expand_as(root)
+
+
 class Minus(nn.MSELoss):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return -super().forward(x, y)
@@ -316,6 +326,7 @@ class SaysSamplesAreSeparate(MSELossRule):
     ("rule", "check"),
     [
         (TwiceTheSamples, "sqrt_hessian_sampled_sum"),
+        (SharesTheDraws, "sqrt_hessian_sampled_sum"),
         (SaysMinusIsConvex, "hessian_is_psd"),
         (SaysSamplesAreSeparate, "samples_are_separate"),
         (UnreducedTwice, "unreduced"),

@@ -61,7 +61,8 @@ class HessianLossRule(SecondOrderRule, LossRule):
         """Random columns whose outer products sum to the Hessian in expectation. ``[V, N, *in]``.
 
         ``V = samples``: the columns are gradients for targets drawn from the likelihood, scaled by
-        ``1/√samples``. Random numbers come from torch's default generator.
+        ``1/√samples``. Targets of different samples are independent: with one draw for all, tied
+        weights would have a wrong result. Random numbers come from torch's default generator.
         """
         raise UnsupportedError(
             f"{view.path} is not the negative logarithm of a likelihood, so targets cannot be "
