@@ -23,8 +23,8 @@ from tests.leftovers import left_behind, settle, state
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random nets")
-    group.addoption("--nets", type=int, default=200, help="number of random nets")
-    group.addoption("--traps", type=int, default=60, help="number of random nets with a trap")
+    group.addoption("--nets", type=int, default=100, help="number of random nets")
+    group.addoption("--traps", type=int, default=30, help="number of random nets with a trap")
     group.addoption("--seed", type=int, default=0, help="seed of the first of them")
     parser.getgroup("grids").addoption(
         "--grids",

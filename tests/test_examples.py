@@ -31,6 +31,7 @@ def test_example(name, capsys):
     assert capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_retain_graph(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))  # its worker processes import it by name
     import retain_graph

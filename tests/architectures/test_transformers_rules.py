@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @parametrize_checks(CASES)
 def test_layer(check):
     check()

@@ -26,6 +26,7 @@ QUANTITIES = ("first order", "GGN diagonal", "GGN, sampled", "Kronecker", "produ
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_quantity(name: str) -> None:
     judge = Judge(TRIALS[name])

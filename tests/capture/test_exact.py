@@ -56,7 +56,7 @@ def test_every_extension_is_here() -> None:
     assert listed == {*NAMES, *CODE, *OWN}
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_quantities(net: str, name: str) -> None:
@@ -92,7 +92,7 @@ def test_quantities_in_all_gradient_modes(net: str, name: str, gradient: str) ->
     assert twins.replays >= 2, twins.step.report()
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("gradient", ["shared", "none", "skipped"])
 @pytest.mark.parametrize("net", ["mlp", "residual", "cnn", "gru", "encoder", "tied", "frozen"])
 @pytest.mark.parametrize("names", [("BatchGrad",), ("SumGradSquared", "KFAC"), ("DiagGGNExact",)])

@@ -51,7 +51,9 @@ def _found(model: nn.Module) -> list[Tensor]:
     return [getattr(p, name).clone() for p in model.parameters() for name in names]
 
 
-@pytest.mark.parametrize("compile", [None, pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "compile", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.long])]
+)
 def test_replays_are_what_the_engine_computes(faster: bool, compile: Any) -> None:
     if compile and not shutil.which("g++"):
         pytest.skip("nothing to compile with")

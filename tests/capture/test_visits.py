@@ -113,7 +113,7 @@ def compare(model: nn.Module, batches: list[Any], make: Callable[[], Any]) -> in
     return ours.repeated
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("net", NETS)
 def test_repeated_passes(net: str, extension: str) -> None:
@@ -161,7 +161,7 @@ class Seeing:
         self.seen += [view.grad_output]
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("gradient", ["autograd", "skipped"])
 @pytest.mark.parametrize("extension", ["some", "DiagGGNExact", "DiagGGNMC", "KFAC", "clipped"])
 @pytest.mark.parametrize("net", sorted(NETS))
@@ -185,7 +185,7 @@ def test_observers_are_called(net: str, extension: str, gradient: str) -> None:
     assert ours.repeated > 2 or is_hidden
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("extension", ["BatchL2Grad", "some", "DiagGGNExact", "KFAC", "clipped"])
 @pytest.mark.parametrize("net", ["mlp", *sorted(NETS.keys() - {"mlp"})])
 def test_extension_hooks_are_called(net: str, extension: str) -> None:
@@ -238,7 +238,7 @@ def agree_on(
     return len(begun)
 
 
-@pytest.mark.parametrize("seeds", [range(20), range(40, 60)], ids=str)
+@pytest.mark.parametrize("seeds", [range(10), range(40, 50)], ids=str)
 def test_random_nets_repeat(seeds: range) -> None:
     assert agree_on(seeds, 9)
 
@@ -543,7 +543,7 @@ class Numbered(nn.Module):
         return self.last(NUMBERS[self.name](h, float(x.abs().mean())))
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("extension", ["DiagGGNExact", "KFAC", "BatchL2Grad"])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_between_modules(name: str, extension: str) -> None:

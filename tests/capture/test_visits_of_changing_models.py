@@ -210,6 +210,7 @@ def step(model: Any, lossfunc: Any, batch: Any, make: Callable[[], Any]) -> tupl
 
 
 @pytest.mark.plans
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_is_one_at_first_is_several_later(name: str, extension: str) -> None:

@@ -117,7 +117,7 @@ class Attending(nn.Module):
         return self.head((x + self.c(h, h, h)[0]).mean(1))
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("extension", ["BatchGrad", "BatchL2Grad", "Variance", "ClippedSumGrad"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", ["", "a.in_proj_weight", "c.in_proj_bias", "b"])
@@ -257,7 +257,7 @@ CURVATURE = {
 FEW = ("mlp", "cnn", "residual", "embedding", "tied", "encoder")
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("extension", CURVATURE)
 @pytest.mark.parametrize(
     "net", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in NETS]

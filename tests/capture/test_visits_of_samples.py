@@ -38,6 +38,7 @@ def _indices() -> list[Tensor]:
     return [one] * 12 + [other, one] * 2 + [other] * 6 + [usual] * 3 + [one[:-1]] * 3
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("net", ["mlp", "cnn", "embedding", "tied", "encoder"])
 def test_any_index(net: str, extension: str) -> None:

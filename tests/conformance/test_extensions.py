@@ -23,7 +23,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @parametrize_checks([*CASES, *OTHERS])
 def test_extension(check):
     check()

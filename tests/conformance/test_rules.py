@@ -37,13 +37,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(9)
 @parametrize_checks(LAYERS)
 def test_layer(check):
     check()
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(4)
 @parametrize_checks(LOSSES)
 def test_loss(check):
     check()

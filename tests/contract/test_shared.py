@@ -169,7 +169,7 @@ def kit_problem(make: Callable[[], Net]) -> KitProblem:
     return KitProblem(build, may)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize("make", SHARED, ids=lambda make: make.__name__)

@@ -165,7 +165,7 @@ class Run:
             loss.backward()
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("check", ["first", "never"])
 @pytest.mark.parametrize("samples", [1, 3, T])
 @pytest.mark.parametrize("net", NETS, ids="-".join)

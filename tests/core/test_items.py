@@ -151,7 +151,7 @@ def _check(way: str, pool: str, sizes: tuple[int, ...], loss: str) -> None:
             oracle.assert_close(found["diag_ggn_exact"], torch.stack(diagonals).sum(0))
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("pool", POOLS)
@@ -159,7 +159,7 @@ def test_one_tensor_for_each_sample(pool: str, loss: str, sizes: tuple[int, ...]
     _check("joined", pool, sizes, loss)
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("loss", LOSSES[:2])
 @pytest.mark.parametrize("way", [way for way in MODELS if way not in ("joined", "packed")])

@@ -157,7 +157,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize(("samples", "classes", "loss", "chunk_size"), SETTINGS)
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("name", FORWARDS)

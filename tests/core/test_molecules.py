@@ -131,7 +131,7 @@ def _loss(model: Energies, batch: Batch) -> Tensor:
 SIZES = [[3, 2], [2, 2], [3, 3, 3], [2, 1], [1, 2, 4], [3], [1, 1], [4, 1, 2, 3]]
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("has_pairs", [False, True])
@@ -143,7 +143,7 @@ def test_energies_and_forces(pool: Pool, has_pairs: bool, has_head: bool, sizes:
     first_order.check(extend(model), lambda: _loss(model, batch), alone)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("has_head", [False, True])

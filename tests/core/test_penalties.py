@@ -120,7 +120,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("samples", [1, 2, 4])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", NORMS)

@@ -137,6 +137,7 @@ def outcome(model: Any, x: Tensor, number: int, extension: Any) -> Any:
     return [getattr(parameter, extension.savefield, None) for parameter in model.parameters()]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_data_are_looked_at_again(name: str, extension: str) -> None:

@@ -120,7 +120,7 @@ def passed(model: nn.Module, seed: int, make: Callable[[], Any]) -> tuple[Any, A
     return [getattr(p, extension.savefield) for p in model.parameters()], block._history
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("pick", PICKS)

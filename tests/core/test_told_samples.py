@@ -198,7 +198,7 @@ class Told:
         return found
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(8)
 @PLAIN
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

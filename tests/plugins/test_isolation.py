@@ -91,7 +91,7 @@ def test_doctor_survives(sick: Sick, fake_distribution: FakeDistribution, only_f
         entry_points={"sound": "sound_module:GradNorm"},
         modules={"sound_module": NORM},
     )
-    diagnosis = examine(limit=5)
+    diagnosis = examine(limit=3)
     check(diagnosis, sick)
     (sound,) = (r for r in diagnosis.reports if r.distribution == "backpack-plugin-sound")
     assert sound.state == "loaded"
@@ -156,7 +156,9 @@ def test_doctor_asks_distributions(
     expected: list[tuple[str, ...]],
     fake_distribution: FakeDistribution,
     only_fakes: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(doctor, "load_isolated", loaded_here)
     info = fake_distribution("other-speaks", modules={"speaks": SPEAKS})
     (info / "entry_points.txt").write_text(f"[backpack.doctor]\nspeaks = speaks:{name}\n")
     found = examine(limit=60).findings
@@ -187,6 +189,7 @@ def test_doctor_knows_names_in_the_environment(
         entry_points={"sound": "sound_module:GradNorm"},
         modules={"sound_module": NORM},
     )
+    monkeypatch.setattr(doctor, "load_isolated", loaded_here)
     monkeypatch.setenv(variable, value)
     diagnosis = examine(limit=60)
     found = [(f.severity, f.who, f.problem) for f in diagnosis.findings]

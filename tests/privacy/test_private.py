@@ -36,11 +36,11 @@ def test_shuffled_batches_cost_a_mechanism_for_each_epoch() -> None:
 
 def test_noise_for_a_target() -> None:
     private, model, lossfunc = privately(
-        noise_multiplier=None, target_epsilon=3.0, target_delta=1e-3, epochs=2
+        noise_multiplier=None, target_epsilon=0.3, target_delta=1e-3, epochs=2
     )
     with pytest.raises(UsageError, match="steps that were planned"):
         run(private, model, lossfunc, 7)
-    assert 2.9 < private.epsilon() <= 3.0
+    assert 0.29 < private.epsilon() <= 0.3
 
 
 def test_another_accountant() -> None:

@@ -109,7 +109,7 @@ def compare(net: Energy, field: str, factors: list[tuple[Tensor, Tensor]]) -> No
         oracle.assert_close(found.dense(), torch.kron(outer, inner))
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, "bytes"])
