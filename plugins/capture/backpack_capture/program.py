@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -53,12 +54,12 @@ class Operation:
     writes: tuple[int, ...] = ()
     is_random: bool = False
 
-    @property
+    @cached_property
     def reads(self) -> list[int]:
         """The values among the arguments."""
         return [ref.number for ref in refs_in((self.args, self.kwargs))]
 
-    @property
+    @cached_property
     def made(self) -> list[int]:
         """The values that it makes, without arguments that it returns."""
         got = set(self.reads)
