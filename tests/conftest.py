@@ -51,8 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     device = usable(config.getoption("--device"))
     if device.type != "cpu":
         everywhere(device)
-    if not torch.cuda.is_available():  # torch notes each seed for a later start, and who set it
-        torch.cuda.manual_seed_all = lambda seed: None  # type: ignore[assignment]
+    for accelerator in (torch.cuda, torch.xpu, torch.mtia):
+        if not accelerator.is_available():  # torch notes each seed for later, and who set it
+            accelerator.manual_seed_all = lambda seed: None  # type: ignore[assignment]
     steps.switch_on()
     plans = config.getoption("--plans")
     if plans != "on":
