@@ -91,7 +91,7 @@ def test_doctor_survives(sick: Sick, fake_distribution: FakeDistribution, only_f
         entry_points={"sound": "sound_module:GradNorm"},
         modules={"sound_module": NORM},
     )
-    diagnosis = examine(limit=3)
+    diagnosis = examine(limit=5)
     check(diagnosis, sick)
     (sound,) = (r for r in diagnosis.reports if r.distribution == "backpack-plugin-sound")
     assert sound.state == "loaded"
