@@ -23,6 +23,7 @@ from backpack_core.autocast import without_autocast
 from backpack_core.errors import UsageError
 from backpack_interplay.compiled import uncompiled
 from backpack_products.contexts import suspended
+from backpack_products.ranks import failing_together, require_member
 from backpack_products.values import at_least_single
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser
 from backpack_secondorder.determinism import (
@@ -102,6 +103,7 @@ class DataOperator(LinearOperator):
         self._forward = forward or inputs_and_target
         self._loss = LossAtOutput(lossfunc, normaliser)
         self._passes = Passes(self.parameters, in_order=False)
+        require_member(process_group)
         self._group = process_group
 
     @property
@@ -155,14 +157,15 @@ class DataOperator(LinearOperator):
     ) -> list[Tensor]:
         total: list[Tensor] | None = None
         divisor = 0.0
-        require_present(self._model, self.parameters, self.names)
         with (
+            failing_together(self._group),
             self._passes.one() as record,
             suspended(),
             without_autocast(),
             uncompiled(),  # compiled functions can be differentiated only once
             explained(),
         ):
+            require_present(self._model, self.parameters, self.names)
             for index, batch in enumerate(self._loader):
                 with torch.enable_grad():
                     at, products = of_batch(batch, index)
