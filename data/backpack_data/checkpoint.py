@@ -217,8 +217,8 @@ def _fingerprint(model: Module) -> str:
 
 
 def file_of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
-    """The file name of this rank."""
+    """The file name of this rank: by its number among all, since groups may share a name."""
     path = Path(path)
     if group is None:
         return path
-    return path.with_name(f"{path.stem}-{distributed.get_rank(group)}{path.suffix}")
+    return path.with_name(f"{path.stem}-{distributed.get_rank()}{path.suffix}")

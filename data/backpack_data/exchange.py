@@ -49,7 +49,7 @@ def reduce(
 
 
 def _reduce(states: States, group: Any, gather: bool, plugins: Fingerprint) -> States:
-    own = states.numbers(), _described(states), plugins, _common(states)
+    own = states.numbers(), _described(states), plugins, _common(states, gather)
     found = _told(own, group)
     agreed({f"The results of rank {rank}": said[2] for rank, said in enumerate(found)})
     _require_alike([(said[3], said[1]) for said in found])
@@ -79,10 +79,10 @@ def _reduce(states: States, group: Any, gather: bool, plugins: Fingerprint) -> S
     return total
 
 
-def _common(states: States) -> dict[str, Any]:
+def _common(states: States, gather: bool) -> dict[str, Any]:
     """What must agree on all ranks, by its name in the message."""
     own: dict[str, Any] = {"The model": {path: [*s] for path, s in states.shapes.items()}}
-    own["The list of extensions"] = named(states.extensions)
+    own |= {"The list of extensions": named(states.extensions), "gather": gather}
     if states.trained:
         own["The list of trained parameters"] = sorted(states.trained)
     return own

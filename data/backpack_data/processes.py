@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import distributed
@@ -19,7 +19,7 @@ from backpack_products.ranks import largest_of, require_equal
 
 T = TypeVar("T")
 # By group: processes may have begun different numbers of runs in other groups, or before this one.
-_runs: Final = WeakKeyDictionary[distributed.ProcessGroup, Iterator[int]]()
+_runs: WeakKeyDictionary[distributed.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 ENDS, FAILED = ("done", "lost"), "failed: "
 PAUSE, SELDOM = 0.05, 1.0  # seconds between two looks at the others: while waiting, while computing
 ADVICE = (

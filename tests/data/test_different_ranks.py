@@ -100,6 +100,8 @@ def different(rank: int, folder: Path) -> dict[str, str]:
 
         texts[f"{name}/combined"] = said(block)
     extension: Any = DiagHessian() if rank else DiagGGNExact()
+    gathered = lambda: found([(x, y)], KFLR(), process_group=group, gather=bool(rank))  # noqa: E731
+    texts["gather"] = said(gathered)
     texts["list of extensions"] = said(lambda: found([(x, y)], extension, process_group=group))
     return texts
 
@@ -146,6 +148,24 @@ def changed_data(rank: int, folder: Path) -> str:
 def test_a_second_pass_does_not_go_on_with_another_first_one(tmp_path: Path) -> None:
     for text in on_ranks(changed_data, tmp_path):
         assert "pass 1 uses what the pass before it has found" in text
+
+
+def groups_apart(rank: int, folder: Path) -> tuple[Any, Any]:
+    """Each rank is a group of its own, with the same name of a file: run, and run again."""
+    group = [distributed.new_group([0]), distributed.new_group([1])][rank]
+    run = lambda: found(  # noqa: E731
+        batches(rank), KFLR(), process_group=group, state_file=folder / "state", every=1
+    ).tensors()
+    first = run()
+    distributed.barrier()
+    return first, run()
+
+
+def test_groups_have_files_of_their_own(tmp_path: Path) -> None:
+    for rank, (first, again) in enumerate(on_ranks(groups_apart, tmp_path)):
+        wanted = found(batches(rank), KFLR()).tensors()
+        assert all(torch.equal(first[name], again[name]) for name in wanted)
+        assert all(torch.allclose(first[name], wanted[name]) for name in wanted)
 
 
 class Positions(nn.Module):
@@ -214,5 +234,6 @@ def test_what_is_no_group_of_this_rank(tmp_path: Path) -> None:
 
 
 WORK: dict[str, Callable[..., Any]] = {
-    work.__name__: work for work in (different, part_first, changed_data, sampled, not_members)
+    work.__name__: work
+    for work in (different, part_first, changed_data, groups_apart, sampled, not_members)
 }

@@ -107,6 +107,12 @@ def different(rank: int) -> dict[str, str]:
         for name, (model, loss, settings) in runs.items():
             optimizer = kind(model, mc_samples=None, process_group=group, **settings)
             texts[kind.__name__, name] = said(partial(train, optimizer, model, loss, x, y))
+    matrix = GGN(moved, nn.CrossEntropyLoss(), [(x, y)], process_group=group)
+    texts["GGN", "The checksum"] = said(matrix.loss)
+    model = problem()[0]
+    some = [*model.parameters()][rank:]
+    matrix = GGN(model, nn.CrossEntropyLoss(), [(x, y)], some, process_group=group)
+    texts["GGN", "parameters of the matrix"] = said(matrix.loss)
     newton = GaussNewton(moved, nn.CrossEntropyLoss(), process_group=group)
     texts["Gauss-Newton", "The checksum"] = said(lambda: newton.step([(x, y)]))
     return texts

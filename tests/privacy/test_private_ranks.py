@@ -37,6 +37,8 @@ MESSAGES = (
     "The clipping differs between processes",
     "The list of trained parameters differs between processes",
     "process_group=",
+    "private.steps differs between processes",
+    "The list of bounds differs between processes",
 )
 
 

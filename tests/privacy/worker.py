@@ -104,7 +104,31 @@ def refusals(rank: int, world: int) -> list[str]:
     found.append(refused(*make("tied"), size=1 + rank))
     found.append(refused(nn.Linear(4, 7 + rank), data))
     found.append(refused(make("tied")[0], Subset(data, range(10 + rank))))
-    return [*found, gated(0.5), gated(1.5), *settings(rank), no_member(rank)]
+    found += [gated(0.5), gated(1.5), *settings(rank), no_member(rank)]
+    return [*found, loaded_on_one(rank, fixed=True), loaded_on_one(rank, fixed=False)]
+
+
+def loaded_on_one(rank: int, fixed: bool) -> str:
+    """Of a state that only one of the processes has loaded."""
+    state: dict[str, Any] = {}
+    for _ in range(2):
+        model, data = make("tied")
+        clipping = Clipping(1.0) if fixed else AdaptiveClipping(1.0, count_noise=5.0)
+        optimizer, lossfunc = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+        private = make_private(
+            *(model, lossfunc, optimizer, loader_of(data, 1)),
+            noise_multiplier=1.0,
+            clipping=clipping,
+        )
+        if state and rank:
+            private.load_state_dict({**state, "steps": state["steps"] if fixed else 0})
+        try:
+            for inputs, targets in private.loader:
+                private.step(lossfunc(model(inputs), targets))
+        except UsageError as error:
+            return str(error)
+        state = private.state_dict()
+    return ""
 
 
 def settings(rank: int) -> list[str]:

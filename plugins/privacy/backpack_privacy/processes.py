@@ -93,7 +93,8 @@ class Processes:
                 settings,
                 self._group,
                 "The noise of one process is to hide the samples of all of them, at one price: "
-                "call make_private(...) with the same arguments on every process.",
+                "call make_private(...) with the same arguments, and load the same state, on every "
+                "process.",
             )
 
     def check_plugins(self, modules: list[Module]) -> None:
