@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,9 @@ pytestmark = [
         reason="this torch was built without torch.distributed, or has no gloo over files",
     ),
 ]
+
+
+KINDS: tuple[Any, ...] = (KFAC, EKFAC, GaussNewton)
 
 
 def in_group(rank: int, work: str, folder: Path) -> None:
@@ -163,6 +167,54 @@ def test_replicas_stay_replicas(tmp_path: Path) -> None:
             assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
+def trained(kind: Any, part: slice, group: Any, is_resumed: bool) -> Tensor:
+    """Parameters after steps, with a group that comes later, and one that is frozen meanwhile."""
+    model, lossfunc, x, y = problem()
+    newton = kind is GaussNewton
+
+    def made(model: nn.Module) -> Any:
+        some = {"params": [*model.get_submodule("0").parameters()], "lr": 0.05}
+        settings: dict[str, Any] = {"damping": 0.1, "process_group": group}
+        if newton:
+            return kind(model, nn.CrossEntropyLoss(), [some], rtol=1e-12, **settings)
+        return kind(model, [some], mc_samples=None, inverses_every=2, **settings)
+
+    def added(optimizer: Any, model: nn.Module) -> None:
+        late = {"params": [*model.get_submodule("3").parameters()], "lr": 0.02}
+        optimizer.add_param_group(late)
+
+    optimizer = made(model)
+    for step in range(6):
+        if step == 1:
+            added(optimizer, model)
+        model.get_submodule("0").requires_grad_(step != 2)
+        if is_resumed and step in (3, 4):
+            states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model = problem()[0]
+            optimizer = made(model)
+            added(optimizer, model)
+            model.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+        if newton:
+            optimizer.step([(x[part], y[part])])
+        else:
+            train(optimizer, model, lossfunc, x[part], y[part])
+    return values(model)
+
+
+def resumed(rank: int) -> list[tuple[Tensor, Tensor]]:
+    group, part = distributed.group.WORLD, slice(0, 5) if rank == 0 else slice(5, 7)
+    return [(trained(kind, part, group, False), trained(kind, part, group, True)) for kind in KINDS]
+
+
+def test_states_of_processes_go_on_exactly(tmp_path: Path) -> None:
+    wanted = [trained(kind, slice(None), None, False) for kind in KINDS]
+    for found in on_ranks(resumed, tmp_path):
+        for (through, again), one in zip(found, wanted, strict=True):
+            assert torch.equal(through, again)
+            assert torch.allclose(through, one, rtol=1e-8, atol=1e-8)
+
+
 def alone_failing(rank: int) -> list[str]:
     """What is said where one process has no batch, or an error of its own, or no group."""
     group = distributed.group.WORLD
@@ -193,5 +245,5 @@ def test_nobody_waits_for_a_process_that_failed(tmp_path: Path) -> None:
 
 
 WORK: dict[str, Callable[..., Any]] = {
-    work.__name__: work for work in (different, replicas, alone_failing)
+    work.__name__: work for work in (different, replicas, resumed, alone_failing)
 }

@@ -121,7 +121,8 @@ class GroupedOptimizer(Optimizer):
         Raises:
             UsageError: Parameters or settings differ. Every process raises this.
         """
-        groups = [{n: _plain(g[n]) for n in self.defaults} for g in self.param_groups]
+        # Optimizers of torch add defaults when they load a state, which groups may lack.
+        groups = [{n: _plain(g[n]) for n in self.defaults if n in g} for g in self.param_groups]
         require_same(
             {**about(self.model), "damping": self.damping, **settings, "A group": groups},
             group,
