@@ -47,14 +47,14 @@ def require_same(
     """Check that all processes of a group say the same; all of them must call it.
 
     Args:
-        own: What must agree, by its name in the message. It is compared by its ``repr``.
+        own: What must agree, by its name in the message. Words are compared, of others their ``repr``.
         group: The processes; default: all.
         advice: The end of the message: what to do.
 
     Raises:
         UsageError: Something differs. Every process raises this.
     """
-    told = {name: repr(value) for name, value in own.items()}
+    told = {name: v if isinstance(v, str) else repr(v) for name, v in own.items()}
     every: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(every, told, group=group)
     for rank, other in enumerate(every):
