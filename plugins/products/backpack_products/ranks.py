@@ -47,7 +47,8 @@ def require_same(
     """Check that all processes of a group say the same; all of them must call it.
 
     Args:
-        own: What must agree, by its name in the message. Words are compared, of others their ``repr``.
+        own: What must agree, by its name in the message. Other values than words are compared by
+            their ``repr``.
         group: The processes; default: all.
         advice: The end of the message: what to do.
 
