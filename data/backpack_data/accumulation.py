@@ -30,13 +30,14 @@ from backpack_data.checkpoint import Checkpoint, file_of_rank
 from backpack_data.exchange import reduce
 from backpack_data.processes import Heartbeat, InStep
 from backpack_data.quantities import Quantities
-from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
-from backpack_data.state import over_batches
+from backpack_data.shards import carriers, has_shards, local, placed, wholes_by_shard
+from backpack_data.state import named, over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 from backpack_interplay.compiled import uncompiled
 from backpack_products.fingerprint import Fingerprint, fingerprint
 from backpack_products.merging import OverBatches, declaration
+from backpack_products.ranks import about, digest, require_member
 
 Loss = Callable[[Any, Any], Tensor]
 Given: TypeAlias = tuple[float | None] | None  # what the user says that a loss divides by
@@ -107,6 +108,7 @@ def accumulate(
     require_model(model, lossfunc)
     require_kinds(lossfunc, loader, batch, normaliser, every)
     require_result(device, dtype)
+    require_member(process_group)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
     backpack(*extensions)  # refuses what is not an extension
@@ -166,12 +168,17 @@ class _Run:
         self.is_hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.trained)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.plugins: Fingerprint = {}
+        self.compared: dict[str, str] = {}  # with the other processes
 
     def __call__(self, extensions: Sequence[Extension]) -> Quantities:
         modules = [m for m in (self.model, self.lossfunc) if isinstance(m, Module)]
         self.plugins = fingerprint(modules, extensions)
+        if self.group is not None:
+            self.compared = about(self.model, has_values=not self.is_sharded)
+            self.compared["The list of extensions"] = ", ".join(named(extensions))
         firsts = [declaration(extension).first_pass(extension) for extension in extensions]
         known: list[dict[Tensor, Any]] = [{} for _ in extensions]
+        parts: list[Tensor] = []
         if any(first is not None for first in firsts):
             found = self._pass(0, [first for first in firsts if first is not None])
             parameters: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -183,11 +190,13 @@ class _Run:
                 if first is not None:
                     field = found.field(first.savefield)
                     known[number] = {parameters[path]: value for path, value in field.items()}
+                    apart = (declaration(first).take_apart(value) for value in field.values())
+                    parts += [local(t) for tensors in apart for t in tensors.values()]
         seconds = [
             declaration(extension).second_pass(extension, values)
             for extension, values in zip(extensions, known, strict=True)
         ]
-        result = self._pass(1, seconds)
+        result = self._pass(1, seconds, digest(parts))
         kinds = {extension.savefield: type(extension).__name__ for extension in extensions}
         shapes = {path: p.shape for path, p in self.model.named_parameters()}
         over = {e.savefield: e.over_batches for e in extensions}
@@ -195,8 +204,14 @@ class _Run:
         numbers = result.batches, result.normaliser
         return Quantities(dict(result), shapes, kinds, *numbers, own, self.plugins)
 
-    def _pass(self, number: int, extensions: Sequence[Extension]) -> Quantities:
-        """One pass over the loader."""
+    def _pass(self, number: int, extensions: Sequence[Extension], given: str = "") -> Quantities:
+        """One pass over the loader.
+
+        Args:
+            number: Which of the passes.
+            extensions: What it computes.
+            given: The checksum of what an earlier pass has found, over all processes.
+        """
         readers = [declaration(extension).reader(extension) for extension in extensions]
         states = States.over(self.model, readers)
         if self.captured is not None:
@@ -204,9 +219,9 @@ class _Run:
         kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
         in_step = InStep(self.group if self.is_sharded else None, heartbeat)
         with heartbeat.told(), in_step.told():
-            heartbeat.compare(self.plugins)
+            heartbeat.compare(self.plugins, self.compared)
             begin = None if self.checkpoint is None else self.checkpoint.begin
-            done = 0 if begin is None else begin(number, states, self.plugins)
+            done = 0 if begin is None else begin(number, states, self.plugins, given)
             self._batches(number, done, readers, states, kept, heartbeat, in_step)
         heartbeat.wait()
         if self.group is not None:
@@ -240,8 +255,7 @@ class _Run:
         place = -1
         bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
         for place, item in enumerate(bar):
-            whole = self.batch(item)
-            inputs, targets = kept.of(*whole)
+            whole, (inputs, targets) = kept.of(item, self.batch)
             if self.checkpoint is not None:
                 self.checkpoint.see(number, place, whole)
             if place < done:

@@ -68,20 +68,51 @@ class Kept:
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
             total = len(cast(Any, sampler.dataset))
             self._left = len(range(sampler.rank, total, sampler.num_replicas))
+            self._drawn = sampler.num_samples
+            self._size = getattr(loader, "batch_size", None) or 1  # without one, items are samples
 
-    def of(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The samples of a batch that are not repeated; ``(None, None)`` if all are."""
+    def of(self, item: Any, make: Callable[[Any], Batch]) -> tuple[Batch, Batch]:
+        """A batch, and its samples that are not repeated; ``(None, None)`` if all are.
+
+        Samples are counted as the loader draws them, since targets may have another length.
+
+        Args:
+            item: What the loader gives.
+            make: Makes inputs and targets of it.
+
+        Raises:
+            UsageError: Some samples are repeated, and no tensor has a row for each.
+        """
+        whole = make(item)
         if self._left is None:
-            return inputs, targets
-        count = len(next(iter_tensors(targets)))
-        kept, self._left = min(count, self._left), self._left - min(count, self._left)
+            return whole, whole
+        count = min(self._size, self._drawn)
+        kept = min(count, self._left)
+        self._drawn, self._left = self._drawn - count, self._left - kept
         if kept == count:
-            return inputs, targets
+            return whole, whole
         if not kept:
-            return None, None
+            return whole, (None, None)
         cut = partial(_first, kept, count)
-        return map_tensors(inputs, cut), map_tensors(targets, cut)
+        if _has_rows(item, count):
+            return whole, make(map_tensors(item, cut))
+        if _has_rows(whole, count):
+            inputs, targets = whole
+            return whole, (map_tensors(inputs, cut), map_tensors(targets, cut))
+        raise UsageError(
+            f"The DistributedSampler repeats {count - kept} of the {count} samples of this batch, "
+            "which must not count twice, and no tensor of the batch has a row for each sample: use "
+            "DistributedSampler(..., drop_last=True), or batches of one sample."
+        )
+
+
+def _has_rows(item: Any, count: int) -> bool:
+    return any(_is_of_rows(tensor, count) for tensor in iter_tensors(item))
+
+
+def _is_of_rows(tensor: Tensor, count: int) -> bool:
+    return bool(len(tensor.shape)) and len(tensor) == count
 
 
 def _first(kept: int, count: int, tensor: Tensor) -> Tensor:
-    return tensor[:kept] if len(tensor.shape) and len(tensor) == count else tensor
+    return tensor[:kept] if _is_of_rows(tensor, count) else tensor

@@ -20,6 +20,7 @@ from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 from backpack_products.fingerprint import fingerprint
 from backpack_products.merging import declaration
+from backpack_products.ranks import require_member
 
 Held: TypeAlias = list[tuple[dict[str, Any], str, Any]]  # attributes, names and values
 
@@ -72,6 +73,7 @@ class combined:
             raise UsageError("combined(...) needs an extension: what should be computed?")
         if not isinstance(model, Module):
             raise UsageError(f"combined(model, ...) takes a torch.nn.Module. Got {model!r:.80}.")
+        require_member(process_group)
         if "observer" in options:
             raise UsageError("combined(...) observes passes itself: it takes no observer.")
         if normaliser != "loss":
@@ -227,12 +229,13 @@ def all_reduce(
         UsageError: The values are combined already.
         LostProcessError: Another process ended.
     """
-    group = distributed.group.WORLD if group is None else group
     if not isinstance(weights, Weights):
         raise UsageError(
             "all_reduce(model, extensions, weights) takes the observer of the pass: weights = "
             f"Weights(), backpack(..., observer=weights). Got {weights!r:.80}."
         )
+    group = distributed.group.WORLD if group is None else group
+    require_member(group)
     asked = listed(extensions)
     for extension in asked:
         over = over_batches(extension, "its value over several processes")

@@ -75,12 +75,18 @@ class Checkpoint:
         kept = buffers.keys() & self._about.keys() if self._about else buffers.keys()
         self._print.update({name: buffers[name] for name in sorted(kept)})
 
-    def begin(self, number: int, states: States, plugins: Fingerprint) -> int:
+    def begin(self, number: int, states: States, plugins: Fingerprint, given: str) -> int:
         """Restore the states of a pass, and return how many of its batches are done.
+
+        Args:
+            number: Which of the passes.
+            states: Restored.
+            plugins: Those that compute.
+            given: The checksum of what an earlier pass has found, over all processes.
 
         Raises:
             UsageError: The file belongs to another model, to another loss, to other extensions, or
-                to other plugins.
+                to other plugins; or an earlier pass of all processes has found something else.
         """
         mine = self._print
         found = {k: self._about[k] for k in mine if self._about.get(k, mine[k]) != mine[k]}
@@ -88,6 +94,12 @@ class Checkpoint:
             wanted = {key: mine[key] for key in found}
             raise self._other(f"it has {json.dumps(found)}, but this run has {json.dumps(wanted)}")
         agreed({str(self._path): self._about.get("plugins", {}), "this run": plugins})
+        key = f"given {number}"
+        if self._about.setdefault(key, given) != given:
+            raise self._other(
+                f"pass {number} uses what the pass before it has found on all processes, and that "
+                "is different now (batches of another process have changed)"
+            )
         self._about.update(mine, plugins=plugins)
         prefix = f"{number}:"
         if f"numbers {number}" in self._about:
@@ -205,8 +217,8 @@ def _fingerprint(model: Module) -> str:
 
 
 def file_of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
-    """The file name of this rank."""
+    """The file name of this rank: by its number among all, since groups may share a name."""
     path = Path(path)
     if group is None:
         return path
-    return path.with_name(f"{path.stem}-{distributed.get_rank(group)}{path.suffix}")
+    return path.with_name(f"{path.stem}-{distributed.get_rank()}{path.suffix}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, distributed
 
 from backpack_core.errors import BackpackError, UsageError
-from backpack_data.processes import FAILED, LostProcessError, failed
-from backpack_data.state import LINEAR, State
+from backpack_data.processes import ADVICE, FAILED, LostProcessError, failed
+from backpack_data.state import LINEAR, State, named
 from backpack_data.states import Place, States
 from backpack_data.weights import require_proportional
 from backpack_products.fingerprint import Fingerprint, agreed
 from backpack_products.merging import declaration
+from backpack_products.ranks import require_equal
 
 Name = tuple[Place, str]  # place, and part of the value
 
@@ -48,8 +49,10 @@ def reduce(
 
 
 def _reduce(states: States, group: Any, gather: bool, plugins: Fingerprint) -> States:
-    found = _told((states.numbers(), _described(states), plugins), group)
-    agreed({f"The results of rank {rank}": own for rank, (*_, own) in enumerate(found)})
+    own = states.numbers(), _described(states), plugins, _common(states, gather)
+    found = _told(own, group)
+    agreed({f"The results of rank {rank}": said[2] for rank, said in enumerate(found)})
+    _require_alike([(said[3], said[1]) for said in found])
     total = States(states.extensions, states.shapes)
     for numbers, *_ in found:
         if not numbers["batches"]:
@@ -70,10 +73,41 @@ def _reduce(states: States, group: Any, gather: bool, plugins: Fingerprint) -> S
             total.table[place].samples += samples
     for state in total.table.values():
         state.normaliser = total.normaliser
-    kinds = {name: kind for _, described, _ in found for name, kind in described.items()}
+    kinds = {name: kind for _, described, *_ in found for name, kind in described.items()}
     _add_up(states, total, kinds, group)
     _put_beside(states, total, kinds, group, gather)
     return total
+
+
+def _common(states: States, gather: bool) -> dict[str, Any]:
+    """What must agree on all ranks, by its name in the message."""
+    own: dict[str, Any] = {"The model": {path: [*s] for path, s in states.shapes.items()}}
+    own |= {"The list of extensions": named(states.extensions), "gather": gather}
+    if states.trained:
+        own["The list of trained parameters"] = sorted(states.trained)
+    return own
+
+
+def _require_alike(found: Sequence[tuple[dict[str, Any], dict[Name, Any]]]) -> None:
+    """Raise an error, on every rank, unless values of all ranks can be added.
+
+    Raises:
+        UsageError: Ranks differ in parameters, in extensions, or in forms of values.
+    """
+    known: dict[Any, tuple[Any, str]] = {}
+    for rank, (common, described) in enumerate(found):
+        own: dict[Any, Any] = {name: form for name, form in described.items() if form[0] in LINEAR}
+        for name, said in {**common, **own}.items():
+            before, first = known.setdefault(name, (said, f"rank {rank}"))
+            if said != before:
+                word = name if isinstance(name, str) else _value(name)
+                one, two = {word: str(before)}, {word: str(said)}
+                require_equal(one, two, first, f"rank {rank}", ADVICE)
+
+
+def _value(name: Name) -> str:
+    (path, field), _ = name
+    return f"The form of {field!r} of the parameter {path!r}"
 
 
 @contextmanager

@@ -5,21 +5,27 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import distributed
 
 from backpack_core.errors import BackpackError, UsageError
-from backpack_data.shards import largest_of
 from backpack_products.fingerprint import Fingerprint, agreed
+from backpack_products.ranks import largest_of, require_equal
 
 T = TypeVar("T")
-_runs = itertools.count()
+# By group: processes may have begun different numbers of runs in other groups, or before this one.
+_runs: WeakKeyDictionary[distributed.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 ENDS, FAILED = ("done", "lost"), "failed: "
 PAUSE, SELDOM = 0.05, 1.0  # seconds between two looks at the others: while waiting, while computing
+ADVICE = (
+    "Sums over them would belong to no model: give all of them the same model and extensions, by "
+    "DistributedDataParallel, for example, or from the same seed or checkpoint."
+)
 NONE_LEFT, HAS_BATCH, HAS_FAILED = range(3)  # what processes in step say before each batch
 
 
@@ -35,12 +41,13 @@ class Heartbeat:
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
-        """Begin. Runs are numbered, so every rank must begin its runs in the same order."""
+        """Begin. The runs of a group are numbered: its ranks must begin them in the same order."""
         self._group, self._timeout = group, timeout
         self._looked = time.monotonic()
         if group is None:
             return
-        self._name = f"backpack_data/{next(_runs)}"
+        number = next(_runs.setdefault(group, itertools.count()))
+        self._name = f"backpack_data/{group.group_name}/{number}"
         self._store: Any = distributed.distributed_c10d._get_default_store()
         self._rank = distributed.get_rank()
         self._ranks = distributed.get_process_group_ranks(group)
@@ -60,25 +67,30 @@ class Heartbeat:
                 self._hear(rank)
             self._looked = time.monotonic()
 
-    def compare(self, plugins: Fingerprint) -> None:
-        """Check that all processes compute with the same plugins.
+    def compare(self, plugins: Fingerprint, model: Mapping[str, str]) -> None:
+        """Check that all processes compute the same of the same model with the same plugins.
+
+        Args:
+            plugins: Those of this process.
+            model: What else must agree, by its name in the message.
 
         Raises:
-            UsageError: The first process computes with other plugins.
+            UsageError: The first process computes something else, or with other plugins.
         """
         if self._group is None:
             return
         first = self._ranks[0]
-        key = f"{self._name}/plugins"
+        key = f"{self._name}/compared"
         if self._rank == first:
-            self._store.set(key, json.dumps(plugins))
+            self._store.set(key, json.dumps([plugins, dict(model)]))
             return
         try:
             self._store.wait([key], timedelta(seconds=self._timeout))
-            said = json.loads(self._store.get(key))
+            said, other = json.loads(self._store.get(key))
         except (RuntimeError, ValueError) as error:
             raise self._lost([first]) from error
         agreed({f"The results of rank {first}": said, f"those of rank {self._rank}": plugins})
+        require_equal(other, model, f"rank {first}", f"rank {self._rank}", ADVICE)
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -103,14 +103,5 @@ def in_dtype_of(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(parameter.dtype, torch.float32)) if is_float else tensor
 
 
-def largest_of(number: int, group: distributed.ProcessGroup) -> int:
-    """The largest of the numbers that the processes of a group give."""
-    is_nccl = distributed.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
-    found = torch.tensor([number], device=device)
-    distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
-    return int(found.item())
-
-
 def _shards(module: Module) -> bool:
     return hasattr(type(module), "unshard")

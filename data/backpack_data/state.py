@@ -5,6 +5,7 @@ How its parts combine is what an extension declares, see :mod:`backpack_products
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,15 @@ def listed(extensions: Any) -> list[Extension]:
     found = [*extensions] if isinstance(extensions, (list, tuple)) else [extensions]
     backpack(*found)
     return found
+
+
+def named(extensions: Iterable[Extension]) -> list[str]:
+    """Class and field of each extension, in the order of the fields."""
+    return [f"{type(e).__name__} ({e.savefield})" for e in sorted(extensions, key=_field)]
+
+
+def _field(extension: Extension) -> str:
+    return extension.savefield
 
 
 @dataclass

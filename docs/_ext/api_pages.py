@@ -107,7 +107,10 @@ PAGES = (
         "data",
         "backpack_data",
         "Quantities of several batches, and of several processes; and which plugins computed them.",
-        ("backpack_data", "backpack_data.borrowed", "backpack_products.fingerprint"),
+        (
+            *("backpack_data", "backpack_data.borrowed"),
+            *("backpack_products.fingerprint", "backpack_products.ranks"),
+        ),
     ),
     Page(
         "capture",

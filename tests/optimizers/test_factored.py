@@ -384,6 +384,45 @@ class TestRefusals:
                 optimizer.add_param_group({"params": others, **wrong})
             assert len(optimizer.param_groups) == 1
 
+    def test_groups_of_modules_that_were_added_since(self) -> None:
+        model, lossfunc, x, y = problem()
+        first, *_ = model.parameters()
+        optimizer = KFAC(model, [first], mc_samples=None)
+        train(optimizer, model, lossfunc, x, y)
+        model.append(extend(nn.Linear(3, 3)))
+        before = values(model)
+        optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.5})
+        train(optimizer, model, lossfunc, x, y)
+        assert optimizer.name_of(model[4].weight) == "4.weight"
+        assert optimizer.without_factors == []
+        assert bool((values(model) != before)[-12:].all())
+
+    def test_a_group_between_a_pass_and_its_step(self) -> None:
+        """The pass counts; the new parameters have no factors yet, and step by AdamW."""
+        first, second = problem()[0], problem()[0]
+        _, lossfunc, x, y = problem()
+        for model, is_late in ((first, False), (second, True)):
+            some = [p for name, p in model.named_parameters() if name.startswith("0")]
+            rest = [p for name, p in model.named_parameters() if not name.startswith("0")]
+            late = {"params": rest, "method": "adam"}
+            optimizer = KFAC(model, [{"params": some}], mc_samples=None)
+            if not is_late:
+                optimizer.add_param_group(late)
+            for part in (slice(0, 2), slice(2, 7)):
+                with optimizer.curvature():
+                    lossfunc(model(x[part]), y[part]).backward()
+                if is_late and len(optimizer.param_groups) == 1:
+                    optimizer.add_param_group(late)
+            optimizer.step()
+        assert_near(values(second), values(first))
+
+    def test_groups_without_parameters(self) -> None:
+        model, lossfunc, x, y = problem()
+        optimizer = KFAC(model, [{"params": []}])
+        before = values(model)
+        train(optimizer, model, lossfunc, x, y)
+        assert torch.equal(values(model), before)
+
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
@@ -391,6 +430,9 @@ class TestRefusals:
             ({"damping": 0.1}, "one for all groups"),
             ({"inverses_every": 2}, "one for all groups"),
             ({"split": "exact"}, "one for all groups"),
+            ({"maximize": True}, "'maximize' is a setting of optimizers of torch"),
+            ({"adam_betas": 0.9}, "must be a pair"),
+            ({"adam_betas": (0.9,)}, "must be a pair"),
         ],
     )
     def test_a_setting_that_a_group_has_not(self, wrong: Any, message: str) -> None:

@@ -125,7 +125,54 @@ def test_a_state_goes_on_exactly() -> None:
     assert torch.equal(values(model), values(other))
 
 
+class TwoPrecisions(nn.Module):
+    """The first layer is in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 5).float(), nn.Linear(5, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x.float()).tanh().double())
+        return out
+
+
+def test_a_group_of_adam_may_have_another_precision() -> None:
+    _, x, y = net()
+    model, lossfunc = TwoPrecisions(), nn.CrossEntropyLoss()
+    plain = copy.deepcopy(model)
+    groups = [
+        {"params": model.first.parameters(), "method": "adam", "adam_scale": 0.1},
+        {"params": model.last.parameters()},
+    ]
+    GaussNewton(model, lossfunc, groups).step([(x, y)])
+    adam = torch.optim.AdamW(plain.first.parameters(), lr=0.1, weight_decay=0.0)
+    newton = GaussNewton(plain, lossfunc, plain.last.parameters())
+    lossfunc(plain(x), y).backward()
+    gradients = [p.grad.clone() for p in plain.first.parameters() if p.grad is not None]
+    newton.step([(x, y)])
+    for p, gradient in zip(plain.first.parameters(), gradients, strict=True):
+        p.grad = gradient
+    adam.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
 class TestRefusals:
+    def test_parameters_of_two_precisions(self) -> None:
+        _, x, y = net()
+        optimizer = GaussNewton(TwoPrecisions(), nn.CrossEntropyLoss())
+        with pytest.raises(UsageError, match=r"\(first.weight, last.weight\).*method=\"adam\""):
+            optimizer.step([(x, y)])
+
+    def test_parameters_that_were_replaced(self) -> None:
+        model, x, y = net()
+        optimizer = GaussNewton(model, nn.CrossEntropyLoss())
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        with pytest.raises(UsageError, match="is no longer the model's"):
+            optimizer.step([(x, y)])
+
     @pytest.mark.parametrize("batches", [None, lambda: 0.0, 3])
     def test_no_batches(self, batches: Any) -> None:
         model, lossfunc, _, _ = least_squares()

@@ -79,7 +79,7 @@ OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contexts contractions derivatives elementwise "
         "extensions factors fingerprint lookup loss merging multiply open_functions operations "
-        "owned parametric product recycled rows sameness scale some_samples substitutes "
+        "owned parametric product ranks recycled rows sameness scale some_samples substitutes "
         "transposition tuning values",
         "overrides regrouping",
     ),

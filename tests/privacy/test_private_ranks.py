@@ -26,6 +26,19 @@ MESSAGES = (
     "len(loader.dataset) differs between processes",
     "",  # one of the processes has samples that reach the layer
     "has received only noise",
+    "noise_multiplier differs between processes",
+    "The clipping differs between processes",
+    "sampling differs between processes",
+    "users differs between processes",
+    "users differs between processes",
+    "max_records differs between processes",
+    "epochs differs between processes",
+    "checks differs between processes",
+    "The clipping differs between processes",
+    "The list of trained parameters differs between processes",
+    "process_group=",
+    "private.steps differs between processes",
+    "The list of bounds differs between processes",
 )
 
 

@@ -78,7 +78,8 @@ def gated(bound: float) -> str:
 
 def refused(model: nn.Module, data: Any, size: int = 1, **options: Any) -> str:
     """What is said of a model, when it is made private or in the first steps."""
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data, size)
+    chosen = options.pop("chosen", None) or model.parameters()
+    optimizer, loader = torch.optim.SGD(chosen, lr=0.1), loader_of(data, size)
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_norm": 1.0, **options}
     lossfunc = nn.CrossEntropyLoss(reduction="sum")
     try:
@@ -103,7 +104,65 @@ def refusals(rank: int, world: int) -> list[str]:
     found.append(refused(*make("tied"), size=1 + rank))
     found.append(refused(nn.Linear(4, 7 + rank), data))
     found.append(refused(make("tied")[0], Subset(data, range(10 + rank))))
-    return [*found, gated(0.5), gated(1.5)]
+    found += [gated(0.5), gated(1.5), *settings(rank), no_member(rank)]
+    return [*found, loaded_on_one(rank, fixed=True), loaded_on_one(rank, fixed=False)]
+
+
+def loaded_on_one(rank: int, fixed: bool) -> str:
+    """Of a state that only one of the processes has loaded."""
+    state: dict[str, Any] = {}
+    for _ in range(2):
+        model, data = make("tied")
+        clipping = Clipping(1.0) if fixed else AdaptiveClipping(1.0, count_noise=5.0)
+        optimizer, lossfunc = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+        private = make_private(
+            *(model, lossfunc, optimizer, loader_of(data, 1)),
+            noise_multiplier=1.0,
+            clipping=clipping,
+        )
+        if state and rank:
+            private.load_state_dict({**state, "steps": state["steps"] if fixed else 0})
+        try:
+            for inputs, targets in private.loader:
+                private.step(lossfunc(model(inputs), targets))
+        except UsageError as error:
+            return str(error)
+        state = private.state_dict()
+    return ""
+
+
+def settings(rank: int) -> list[str]:
+    """Of settings that differ: the first process adds the noise for all."""
+    users = torch.arange(12) // (2 + rank)
+    owners = {"users": users, "max_records": 1}
+    different: list[dict[str, Any]] = [
+        {"noise_multiplier": 1.0 + rank},
+        {"max_norm": 1.0 + 9 * rank},
+        {"sampling": "poisson" if rank else "shuffled"},
+        {"users": users},
+        {"users": torch.arange(12) // 2 if rank else torch.arange(12) % 6},
+        {**owners, "users": torch.arange(12) // 2, "max_records": 1 + rank},
+        {"noise_multiplier": None, "target_epsilon": 3.0, "target_delta": 0.01, "epochs": 1 + rank},
+        {"checks": 2 * rank},
+        {"clipping": Clipping(1.0, "per_layer" if rank else "flat"), "max_norm": None},
+    ]
+    found = []
+    for options in different:
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 3)
+        found.append(refused(nn.Linear(5, 3), data, **options))
+    model = Gated(0.5)
+    (model.layer if rank else model.gated).requires_grad_(False)
+    chosen = [p for p in model.parameters() if p.requires_grad]
+    return [*found, refused(model, data, chosen=chosen)]
+
+
+def no_member(rank: int) -> str:
+    """Of a group that the second process is not in."""
+    group = distributed.new_group([0])
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(12, 5), torch.arange(12) % 3)
+    return refused(nn.Linear(5, 3), data, process_group=group if rank else "gloo")
 
 
 def work(rank: int, world: int, folder: Path) -> None:

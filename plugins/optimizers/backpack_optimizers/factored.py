@@ -19,6 +19,7 @@ from backpack_optimizers.damping import LevenbergMarquardt, predicted_change, re
 from backpack_optimizers.groups import (
     Group,
     GroupedOptimizer,
+    group_of,
     require_count,
     require_positive,
     require_share,
@@ -99,8 +100,10 @@ class FactoredOptimizer(GroupedOptimizer):
                 of Grosse and Martens (2016) for convolutions.
             max_size: Parameters with a larger factor step by AdamW.
             process_group: Processes that train together: factors are those of all samples, and each
-                inverts a part of them. Gradients are joined, too, whether or not
-                ``DistributedDataParallel`` has averaged them.
+                inverts a part of them. Gradients are joined, too. Those that
+                ``DistributedDataParallel`` has averaged stay this average, without weights for
+                batches of different sizes. Default: the group of ``DistributedDataParallel``, or
+                this process alone.
             method: ``"curvature"``, or ``"adam"`` for AdamW.
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
             adam_betas: Setting of AdamW.
@@ -127,9 +130,11 @@ class FactoredOptimizer(GroupedOptimizer):
             require_count(name, count)
         self.damping, self.steps = damping, 0
         self._most, self._clip, self._adapt = factor_decay, kl_clip, adapt
+        own = {"factor_decay": factor_decay, "kl_clip": kl_clip, "adapt": adapt}
+        self._schedule = {**counts, **own, "max_size": max_size}
         self._factors_every, self._inverses_every = factors_every, inverses_every
         self._reading: dict[str, Any] = {"mc_samples": mc_samples, "weight_sharing": weight_sharing}
-        self._max_size, self._group, self._is_compared = max_size, process_group, False
+        self._max_size, self._group = max_size, group_of(model, process_group)
         self._averages: dict[Tensor, KroneckerFactors] = {}
         self._counts: dict[Tensor, int] = {}  # how many factors are in each
         self._block: Callable[[], AbstractContextManager[None]] = self.curvature  # of closures
@@ -138,7 +143,7 @@ class FactoredOptimizer(GroupedOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; see the base class."""
         super().add_param_group(param_group)
-        self._joined = Joined(self._all())
+        self._joined.parameters = self._all()
 
     def _check(self, group: Group) -> None:
         super()._check(group)
@@ -199,7 +204,7 @@ class FactoredOptimizer(GroupedOptimizer):
                 "optimizer.step(closure), that computes the loss and calls backward()."
             )
         self._require_present()
-        replay = Replay(self._all()[0].device)
+        replay = Replay(next((p.device for p in self._all()), torch.device("cpu")))
         loss = self._called(closure, self._block()) if closure is not None else None
         looks = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0
         with torch.no_grad():
@@ -280,12 +285,14 @@ class FactoredOptimizer(GroupedOptimizer):
         """Add the passes since the last step to the averages, and invert if that is due."""
         if self._group is not None and not self._is_compared:
             agreed_on_ranks(self._fingerprint(), self._group)
-            self._is_compared = True
+            self._compare(self._group, steps=self.steps, **self._schedule)
         self._joined.look(is_step=True)
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
             if self._group is not None:
-                processes.require_alike([], self._group)  # others would wait for this one
+                processes.require_alike(
+                    [], self._joined, self._group
+                )  # others would wait for this one
             raise UsageError(
                 f"Step {self.steps + 1} needs curvature, but no pass with a sample ran in a block "
                 "of this optimizer since the last step: write with optimizer.curvature(): "

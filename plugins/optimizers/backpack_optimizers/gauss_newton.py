@@ -11,7 +11,13 @@ from torch.nn import Module
 
 from backpack_core.errors import UsageError
 from backpack_optimizers.damping import LevenbergMarquardt, require_adapting
-from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
+from backpack_optimizers.groups import (
+    Group,
+    GroupedOptimizer,
+    group_of,
+    require_count,
+    require_positive,
+)
 from backpack_secondorder.conjugate_gradients import Solution, conjugate_gradients
 from backpack_secondorder.over_data import GGN
 
@@ -81,6 +87,7 @@ class GaussNewton(GroupedOptimizer):
             preconditioner: An approximate inverse of the damped matrix, as a function of a flat
                 vector over all parameters that have curvature.
             process_group: Processes with at least one batch each: the step is that of all samples.
+                Default: the group of ``DistributedDataParallel``, or this process alone.
             method: ``"curvature"``, or ``"adam"`` for AdamW.
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
             adam_betas: Setting of AdamW.
@@ -106,7 +113,7 @@ class GaussNewton(GroupedOptimizer):
         self._warm_start, self._preconditioner = warm_start, preconditioner
         self._solver: dict[str, Any] = {"max_iterations": max_iterations, "rtol": rtol}
         self._data: dict[str, Any] = {"forward": forward, "normaliser": normaliser}
-        self._data["process_group"] = process_group
+        self._data["process_group"] = group_of(model, process_group)
 
     def step(self, batches: Iterable[Any]) -> Tensor:  # type: ignore[override]
         """Make one step.
@@ -119,19 +126,31 @@ class GaussNewton(GroupedOptimizer):
             The loss before the step.
 
         Raises:
-            UsageError: ``batches`` is wrong; the loss is not finite; or a reason given for
-                :class:`backpack_secondorder.over_data.GGN`.
+            UsageError: ``batches`` is wrong; the model has exchanged a parameter; the loss is not
+                finite; or a reason given for :class:`backpack_secondorder.over_data.GGN`.
         """
         if batches is None or callable(batches) or not isinstance(batches, Iterable):
             raise UsageError(
                 "GaussNewton.step takes batches, because it goes through them several times: "
                 f"optimizer.step([(x, y)]). Got {type(batches).__name__}."
             )
+        self._require_present()
         chosen = [p for p in self._all("curvature") if p.requires_grad]
+        if len(by_form(chosen)) > 1:
+            raise UsageError(
+                "GaussNewton has one matrix, of one precision, on one device, and the parameters "
+                f"with curvature have several ({', '.join(map(self.name_of, _firsts(chosen)))}): "
+                'put those of all but one into groups with method="adam".'
+            )
         if not chosen:
             raise UsageError(
                 'No trained parameter has method="curvature", so there is no matrix to step by: '
                 "unfreeze one, or take torch.optim.AdamW."
+            )
+        group = self._data["process_group"]
+        if group is not None and not self._is_compared:
+            self._compare(
+                group, steps=self.steps, **self._solver, halvings=self._halvings, adapt=self._adapt
             )
         ggn = self._matrix(batches, chosen)
         loss = ggn.loss()
@@ -141,7 +160,9 @@ class GaussNewton(GroupedOptimizer):
                 "outputs of the model, or leave these batches out."
             )
         trained = [p for p in self._all() if p.requires_grad]
-        gradients = dict(zip(trained, self._matrix(batches, trained).gradient(), strict=True))
+        gradients: dict[Tensor, Tensor] = {}
+        for alike in by_form(trained):  # a matrix has one precision and one device
+            gradients.update(zip(alike, self._matrix(batches, alike).gradient(), strict=True))
         for parameter in self._all():
             parameter.grad = gradients.get(parameter)  # frozen ones have none
         with torch.no_grad():
@@ -229,3 +250,15 @@ class GaussNewton(GroupedOptimizer):
             for p, c, s in zip(ggn.parameters, curved, step, strict=True)
             if p.grad is not None
         )
+
+
+def by_form(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters of one precision and on one device together."""
+    found: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return [*found.values()]
+
+
+def _firsts(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [alike[0] for alike in by_form(parameters)]

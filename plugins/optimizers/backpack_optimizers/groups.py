@@ -12,13 +12,14 @@ from inspect import signature
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from backpack_core.errors import UsageError
+from backpack_products.ranks import about, require_member, require_same
 
 Method: TypeAlias = Literal["curvature", "adam"]
 Group: TypeAlias = dict[str, Any]
@@ -65,7 +66,8 @@ class GroupedOptimizer(Optimizer):
                 f"params=. Got {type(model).__name__}."
             )
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        self._is_compared = False  # with other processes
+        self._names: dict[int, str] = {}
         chosen = [p for p in self.model.parameters() if p.requires_grad]
         if params is None and not chosen:
             raise UsageError("The model has no trained parameter: set requires_grad for some.")
@@ -109,7 +111,31 @@ class GroupedOptimizer(Optimizer):
             "Make another one for the copy of the model, and load optimizer.state_dict() there."
         )
 
+    def _compare(self, group: distributed.ProcessGroup, **settings: Any) -> None:
+        """Check, before the first step, that the processes train the same model alike.
+
+        Args:
+            group: The processes.
+            settings: Those for all groups.
+
+        Raises:
+            UsageError: Parameters or settings differ. Every process raises this.
+        """
+        # Optimizers of torch add defaults when they load a state, which groups may lack.
+        groups = [{n: _plain(g[n]) for n in self.defaults if n in g} for g in self.param_groups]
+        require_same(
+            {**about(self.model), "damping": self.damping, **settings, "A group": groups},
+            group,
+            "Their steps would belong to no model: give all of them the same model, by "
+            "DistributedDataParallel, for example, or from the same seed or checkpoint, and an "
+            "optimizer with the same settings and the same state.",
+        )
+        self._is_compared = True
+
     def _check(self, group: Group) -> None:
+        # Modules may have been added since; parameters that were replaced keep their names.
+        kept = {id(p): self._names[id(p)] for p in self._all() if id(p) in self._names}
+        self._names = {**kept, **{id(p): name for name, p in self.model.named_parameters()}}
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in self._names:
                 raise UsageError(
@@ -127,14 +153,23 @@ class GroupedOptimizer(Optimizer):
         for name in ("lr", "weight_decay", "adam_scale"):
             require_positive(name, group[name], or_zero=True)
         require_positive("adam_eps", group["adam_eps"], or_zero=True)
-        for beta in group["adam_betas"]:
+        betas = group["adam_betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise UsageError(f"adam_betas must be a pair of numbers below 1. Got {betas!r}.")
+        for beta in betas:
             require_share("adam_betas", beta)
 
     def _check_names(self, group: Group) -> None:
-        """Refuse what would not be read: settings of the optimizer, and names that are misspelt.
+        """Refuse what would not be read: settings of optimizers, and names that are misspelt.
 
         Anything else stays, as for every optimizer: schedules keep what they need in groups.
         """
+        unknown = next((name for name in _UNKNOWN if group.get(name)), None)
+        if unknown is not None:
+            raise UsageError(
+                f"{unknown!r} is a setting of optimizers of torch, and {type(self).__name__} has "
+                f"none of this kind. Settings of a group are {', '.join(self.defaults)}."
+            )
         others = {*_settings_of(type(self))} - {*self.defaults, "params"}
         for name in {*group} - {*self.defaults, "params"}:
             near = get_close_matches(name, self.defaults, 1, _NEAR)
@@ -206,6 +241,31 @@ class GroupedOptimizer(Optimizer):
         )
 
 
+def group_of(
+    model: Module, group: distributed.ProcessGroup | None
+) -> distributed.ProcessGroup | None:
+    """The processes that train together: a wrapper's, if none were given.
+
+    Args:
+        model: The model, or ``DistributedDataParallel`` of it.
+        group: What was given.
+
+    Raises:
+        UsageError: It is not a group of this process.
+    """
+    require_member(group)
+    if group is None and isinstance(model, DistributedDataParallel):
+        found: distributed.ProcessGroup = model.process_group
+        return found
+    return group
+
+
+def _plain(value: Any) -> Any:
+    """A setting that may be a tensor, as a number."""
+    return float(value) if isinstance(value, Tensor) else value
+
+
+_UNKNOWN = ("amsgrad", "dampening", "maximize", "nesterov")  # they would change steps, if read
 _NEAR = 0.85  # below, there is max_momentum, which a schedule adds
 
 

@@ -29,6 +29,7 @@ class Joined:
         parameters: The parameters whose gradients are joined.
         values: For each field of an extension, the matrices of parameters.
         weight: The sum ``Σ_b W_b`` of the losses' divisors; ``None`` for sums, and before any pass.
+        ratios: The losses' divisors, divided by the first one's; empty for sums.
         passes: The number of passes.
         share: The share of this process's loss in that of all.
         is_open: Whether a block around a pass is open.
@@ -44,13 +45,13 @@ class Joined:
         self.values: dict[str, Factors] = {}
         self.weight: float | None = None
         self.is_open = False
-        self._ratios: list[float] = []
         self._before: dict[Tensor, Tensor] | None = None  # gradients that a pass has put aside
         self.reset()
 
     def reset(self) -> None:
         """Forget all passes; gradients stay."""
         self.values, self.weight, self.passes, self.share = {}, None, 0, 1.0
+        self.ratios: list[float] = []
         self._older: dict[Tensor, Tensor] = {}  # gradients before the first pass
         self._own: dict[Tensor, tuple[Tensor, int]] = {}  # after the last pass, and versions
         self._is_changed = False
@@ -77,14 +78,28 @@ class Joined:
     def begin(self) -> None:
         """Put the gradients so far aside."""
         self.look()
-        self._before = {p: p.grad for p in self.parameters if p.grad is not None}
+        self._before = {p: self._apart(p, p.grad) for p in self.parameters if p.grad is not None}
         if not self.passes:
             self._older = self._before
         for parameter in self._before:
             parameter.grad = None
 
+    def _apart(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        """A gradient in memory that the next pass does not write to.
+
+        It may be a view into a buffer of ``DistributedDataParallel`` (``gradient_as_bucket_view``),
+        which puts the gradient of every pass there.
+        """
+        if not grad._is_view():
+            return grad
+        copy = grad.clone()
+        known, version = self._own.get(parameter, (None, 0))
+        if known is grad and version == grad._version:
+            self._own[parameter] = copy, copy._version  # if the pass fails, this one is restored
+        return copy
+
     def restore(self) -> None:
-        """Restore the gradients before a pass that has failed."""
+        """Restore the gradients before a pass that has failed, or copies of them."""
         if self._before is not None:
             for parameter in self.parameters:
                 parameter.grad = self._before.get(parameter)
@@ -126,12 +141,12 @@ class Joined:
         if not self.passes:
             self.passes = 1
             self.weight = numbers[0] if numbers else None
-            self._ratios = [n / numbers[0] for n in numbers]
+            self.ratios = [n / numbers[0] for n in numbers]
             self._count = len(weights.normalisers)
             return None
         ratios = [n / numbers[0] for n in numbers]
-        is_alike = len(ratios) == len(self._ratios) and self._count == len(weights.normalisers)
-        if not self._count or not is_alike or not all(map(isclose, ratios, self._ratios)):
+        is_alike = len(ratios) == len(self.ratios) and self._count == len(weights.normalisers)
+        if not self._count or not is_alike or not all(map(isclose, ratios, self.ratios)):
             raise UsageError(
                 "Several passes before one step are joined by what their losses divide by, but "
                 "that is not known here, or has different ratios: use the same extended loss in "

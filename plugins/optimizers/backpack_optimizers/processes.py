@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from math import isclose
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -28,22 +31,27 @@ def join(total: Joined, parameters: Sequence[Tensor], group: distributed.Process
         group: The processes.
     """
     scale = 1.0 if total.weight is None else total.weight
-    matrices = [(f, p, m) for f, found in total.values.items() for p, m in found.items()]
+    places = {p: place for place, p in enumerate(parameters)}
+    matrices = [(f, p, m) for f, known in total.values.items() for p, m in known.items()]
+    matrices.sort(key=lambda one: (one[0], places[one[1]]))  # passes may reach them in any order
     with_gradient = [p for p in parameters if p.grad is not None]
     parts = [torch.tensor([scale], dtype=torch.float64)]
     parts += [p.grad * scale for p in with_gradient if p.grad is not None]
-    for _, _, matrix in matrices:
-        parts += _as_sums(matrix, scale)
-    require_alike([part.numel() for part in parts], group)
-    sums = iter(_reduced(parts, group))
-    weight = float(next(sums))
+    forms: list[Any] = [(places[p], [*p.shape]) for p in with_gradient]
+    for field, parameter, matrix in matrices:
+        sums = _as_sums(matrix, scale)
+        forms.append((field, places[parameter], [part.numel() for part in sums]))
+        parts += sums
+    require_alike(forms, total, group)
+    found = iter(_reduced(parts, group))
+    weight = float(next(found))
     divisor = 1.0 if total.weight is None else weight
     for parameter in with_gradient:
-        parameter.grad = next(sums) / divisor
+        parameter.grad = next(found) / divisor
     for field, parameter, matrix in matrices:
         count = len(_as_sums(matrix, scale))
-        found = _of_sums(matrix, [next(sums) for _ in range(count)])
-        total.values[field][parameter] = found.scaled(1 / divisor)
+        of_all = _of_sums(matrix, [next(found) for _ in range(count)])
+        total.values[field][parameter] = of_all.scaled(1 / divisor)
     total.share = 1.0 if total.weight is None else scale / weight
     total.weight = None if total.weight is None else weight
 
@@ -83,24 +91,41 @@ def _reduced(parts: Sequence[Tensor], group: distributed.ProcessGroup) -> list[T
     return [piece.to(p.dtype).reshape(p.shape) for piece, p in zip(pieces, parts, strict=True)]
 
 
-def require_alike(sizes: Sequence[int], group: distributed.ProcessGroup) -> None:
-    """Check that all processes exchange tensors of the same sizes.
+def require_alike(forms: Sequence[Any], total: Joined, group: distributed.ProcessGroup) -> None:
+    """Check that all processes exchange tensors of the same parameters, for losses of one kind.
+
+    Args:
+        forms: What is exchanged: places of parameters, and sizes.
+        total: The passes of this process.
+        group: The processes.
 
     Raises:
-        UsageError: Sizes differ, because some parameters were reached only on some processes. All
-            processes raise this.
+        UsageError: Some parameters were reached only on some processes, or losses divide by numbers
+            that are not proportional. All processes raise this.
     """
-    mark = hash(tuple(sizes)) % 2**40
-    marks = torch.tensor([mark, -mark], dtype=torch.int64)
-    if distributed.get_backend(group) == "nccl":
-        marks = marks.cuda()
-    distributed.all_reduce(marks, distributed.ReduceOp.MAX, group=group)
-    if int(marks[0]) != -int(marks[1]):
+    numbers = [zlib.crc32(repr(forms).encode()), total.weight is not None, len(total.ratios)]
+    is_same = _alike(numbers, group)
+    if not is_same[0]:
         raise UsageError(
             "Processes have gradients or curvature of different parameters in this step, so these "
             "cannot be joined: make sure that every process runs a backward pass with a sample, "
             "and that all parameters take part in it."
         )
+    if not all(is_same) or (len(total.ratios) > 1 and not all(_alike(total.ratios, group))):
+        raise UsageError(
+            "The losses of processes divide by numbers that are not proportional in this step, or "
+            "some are sums and some are means, so their passes cannot be joined: use the same "
+            "losses on every process, and reduction='sum' if several divide by different numbers."
+        )
+
+
+def _alike(numbers: Sequence[float], group: distributed.ProcessGroup) -> list[bool]:
+    """Which of some numbers are the same on all processes, up to rounding."""
+    both = torch.tensor([[n, -n] for n in numbers], dtype=torch.float64)
+    if distributed.get_backend(group) == "nccl":
+        both = both.cuda()
+    distributed.all_reduce(both, distributed.ReduceOp.MAX, group=group)
+    return [isclose(most, -least) for most, least in both.tolist()]
 
 
 def inverted(

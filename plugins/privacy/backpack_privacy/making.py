@@ -134,7 +134,13 @@ def make_private(
     processes.check_same(parameters, sizes)
     modules = [inner, lossfunc] if isinstance(lossfunc, Module) else [inner]
     processes.check_plugins(modules)
-    units = Units(records, users, max_records)
+    units, clip = Units(records, users, max_records), _clipping(max_norm, clipping)
+    noise = {"noise_multiplier": noise_multiplier, "target_epsilon": target_epsilon}
+    plan = {"target_delta": target_delta, "epochs": epochs, "sampling": sampling}
+    drawn = {"users": units.checksum, "max_records": max_records, "checks": checks}
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    others = {"The list of trained parameters": trained, "The clipping": clip.settings()}
+    processes.check_settings({**noise, **plan, **drawn, **others})
     sampler = _sampler(sampling, units.count, loader.batch_size, processes)
     counted = Accountant(accountant)
     steps = None if epochs is None else epochs * sampler.steps
@@ -151,7 +157,7 @@ def make_private(
         optimizer,
         inner=inner,
         release=Release(
-            _clipping(max_norm, clipping),
+            clip,
             float(noise_multiplier),
             sampler,
             random,

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from backpack_core.errors import UsageError
 from backpack_privacy.shards import is_shard
 from backpack_products.fingerprint import agreed_on_ranks, fingerprint
+from backpack_products.ranks import require_member, require_same
 
 
 class Processes:
@@ -28,7 +29,11 @@ class Processes:
 
         Args:
             group: A process group; default: all processes.
+
+        Raises:
+            UsageError: It is not a group of this process.
         """
+        require_member(group)
         self._group = group
         self._is_many = distributed.is_available() and distributed.is_initialized()
         self.rank = distributed.get_rank(group) if self._is_many else 0
@@ -73,6 +78,24 @@ class Processes:
                     "different models would train none of them. Use DistributedDataParallel, or "
                     "make the model from the same seed or checkpoint in each process."
                 )
+
+    def check_settings(self, settings: Mapping[str, object]) -> None:
+        """Refuse settings that differ between processes: the first one adds the noise for all.
+
+        Args:
+            settings: By name.
+
+        Raises:
+            UsageError: They differ. Every process raises this.
+        """
+        if self.world > 1:
+            require_same(
+                settings,
+                self._group,
+                "The noise of one process is to hide the samples of all of them, at one price: "
+                "call make_private(...) with the same arguments, and load the same state, on every "
+                "process.",
+            )
 
     def check_plugins(self, modules: list[Module]) -> None:
         """Refuse processes that would clip with other code.

@@ -91,7 +91,7 @@ class Release:
         self.clipping, self.noise_multiplier = clipping, noise_multiplier
         self.accountant, self.records, self.steps = accountant, deque[Record](maxlen=1000), 0
         self._sampler, self._source, self.processes = sampler, source, processes
-        self._is_new_epoch = True
+        self._is_new_epoch, self._is_compared = True, False
 
     def __repr__(self) -> str:
         """The settings, and the progress."""
@@ -114,7 +114,17 @@ class Release:
         self._is_new_epoch = True
 
     def gradients(self, sums: Sums) -> list[Tensor]:
-        """The sums over processes with noise, divided by the expected number of samples."""
+        """The sums over processes with noise, divided by the expected number of samples.
+
+        Raises:
+            UsageError: Before the first step, processes differ in what a loaded state sets.
+        """
+        if not self._is_compared:
+            bounds = dict(self.clipping.bounds)
+            self.processes.check_settings(
+                {"private.steps": self.steps, "The list of bounds": bounds}
+            )
+            self._is_compared = True
         multiplier = self.clipping.noise_multiplier(self.noise_multiplier)
         found = [total.clone() for total in sums.totals().values()]
         if self.processes.rank == 0 and multiplier:

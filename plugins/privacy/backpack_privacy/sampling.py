@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -152,6 +153,11 @@ class Units:
             found.setdefault(user, []).append(record)
         self._of = [*found.values()]
         self.count = len(self._of)
+
+    @property
+    def checksum(self) -> str:
+        """Tells apart which records belong to which user; empty without users."""
+        return "" if self._of is None else f"{zlib.crc32(repr(self._of).encode()):08x}"
 
     def rows(self, unit: int, source: Source) -> list[int]:
         """The records of a unit."""

@@ -23,6 +23,7 @@ from backpack_core.autocast import without_autocast
 from backpack_core.errors import UsageError
 from backpack_interplay.compiled import uncompiled
 from backpack_products.contexts import suspended
+from backpack_products.ranks import about, failing_together, require_member, require_same
 from backpack_products.values import at_least_single
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser
 from backpack_secondorder.determinism import (
@@ -102,7 +103,8 @@ class DataOperator(LinearOperator):
         self._forward = forward or inputs_and_target
         self._loss = LossAtOutput(lossfunc, normaliser)
         self._passes = Passes(self.parameters, in_order=False)
-        self._group = process_group
+        require_member(process_group)
+        self._group, self._is_compared = process_group, False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,14 +157,16 @@ class DataOperator(LinearOperator):
     ) -> list[Tensor]:
         total: list[Tensor] | None = None
         divisor = 0.0
-        require_present(self._model, self.parameters, self.names)
+        self._compare()
         with (
+            failing_together(self._group),
             self._passes.one() as record,
             suspended(),
             without_autocast(),
             uncompiled(),  # compiled functions can be differentiated only once
             explained(),
         ):
+            require_present(self._model, self.parameters, self.names)
             for index, batch in enumerate(self._loader):
                 with torch.enable_grad():
                     at, products = of_batch(batch, index)
@@ -181,6 +185,23 @@ class DataOperator(LinearOperator):
             total = [piece.reshape_as(part) for piece, part in zip(pieces, total, strict=True)]
             divisor = float(flat[-1])
         return [(part / (divisor or 1)).to(self.dtype) for part in total]
+
+    def _compare(self) -> None:
+        """Check, before the first pass, that all processes have the same model.
+
+        Raises:
+            UsageError: Models differ. Every process raises this.
+        """
+        if self._group is None or self._is_compared:
+            return
+        has_values = not any(hasattr(p, "placements") for p in self._model.parameters())
+        require_same(
+            {**about(self._model, has_values), "The list of parameters of the matrix": self.names},
+            self._group,
+            "A sum over them would be the matrix of no model: give all of them the same one, by "
+            "DistributedDataParallel, for example, or from the same seed or checkpoint.",
+        )
+        self._is_compared = True
 
     def _columns(
         self,
