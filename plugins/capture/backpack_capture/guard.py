@@ -27,8 +27,8 @@ from backpack_capture.watch import (
     OF_ALL,
     Watch,
     attributes_of,
+    globals_of,
     is_compiler,
-    names_of,
 )
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
@@ -153,7 +153,7 @@ class Guard:
             except ValueError:  # not assigned yet
                 continue
             terms.append(self._value(f"{self._name(cell)}.cell_contents", value, True))
-        names = {*names_of(function)}
+        names = globals_of(function)
         for key in sorted(names & known.keys()):
             terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key], True))
         terms.append(f"{self._name(known)}.keys().isdisjoint({self._name(names - known.keys())})")

@@ -40,6 +40,14 @@ _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_st
 _FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of a tensor that is kept
+# The places of arguments that rules and torch.nn.grad pass only for their shape.
+_SHAPES: Final = {
+    aten.convolution_backward.default: (1, 2),
+    aten.avg_pool2d_backward.default: (1,),
+    aten.avg_pool3d_backward.default: (1,),
+    aten._adaptive_avg_pool2d_backward.default: (1,),
+    aten._adaptive_avg_pool3d_backward.default: (1,),
+}
 # These can write into existing memory.
 _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _BETWEEN = (
@@ -217,7 +225,10 @@ class Recorder(TorchDispatchMode):
         outs = [self._out(value, roots) for value in ([out] if is_single else out)]
         changed = [n for (n, t), v in zip(got, before, strict=True) if t._version != v]
         writes = tuple(dict.fromkeys([*_declared(func, args, kwargs), *changed]))
-        self._note_blank(func, out, {self.program.roots[n] for n, _ in got}, writes, outs)
+        shapes = _SHAPES.get(func, ())
+        seen = [argument for place, argument in enumerate(args) if place not in shapes]
+        reads = {self.program.roots[ref.number] for ref in refs_in([seen, kwargs])}
+        self._note_blank(func, out, reads, writes, outs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         step = Operation(func, args, kwargs, tuple(outs), is_single, writes, is_random)
         self.program.steps.append(step)
@@ -239,9 +250,7 @@ class Recorder(TorchDispatchMode):
             self._blank |= made if out.numel() else set()
             return
         self._blank -= {roots[n] for n in writes}
-        # torch.nn.grad passes an input to a convolution's backward only for its shape.
-        is_shape = func is aten.convolution_backward.default
-        if reads & self._blank - made and not is_shape:
+        if reads & self._blank - made:
             self.refusal = "it reads memory that no operation has written"
 
     def _out(self, value: Any, roots: dict[int, int]) -> int | None:
