@@ -97,6 +97,31 @@ def test_layers_whose_input_counts_only_by_its_shape(
     assert twins.replays == 3, twins.step.report()
 
 
+@pytest.mark.parametrize("name", ["BatchGrad", "DiagGGNExact"])
+def test_images_with_channels_last(name: str) -> None:
+    """Torch then changes the strides of what it has averaged."""
+    pool = nn.AdaptiveAvgPool2d(1)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), pool, nn.Flatten(), nn.Linear(3, 3))
+    model = model.to(memory_format=torch.channels_last)
+    twins = Twins(model, [made(name)])
+    images = [torch.rand(4, 2, 6, 6).to(memory_format=torch.channels_last) for _ in range(7)]
+    twins.train([(x, torch.randint(3, (4,))) for x in images])
+    assert twins.replays == 3, twins.step.report()
+
+
+def of_rows(model: nn.Module, lossfunc: nn.Module) -> Function:
+    """A loss with several rows of each sample, as that of a language model."""
+    return lambda x, y: lossfunc(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("name", ["DiagGGNExact", "DiagHessian", "KFLR", "Jacobians"])
+def test_losses_with_several_rows_of_each_sample(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    twins = Twins(model, [made(name)], of_rows)
+    twins.train([(torch.randint(6, (4, 5)), torch.randint(3, (4, 5))) for _ in range(7)])
+    assert twins.replays == 3, twins.step.report()
+
+
 def doubled(model: nn.Module) -> nn.Module:
     return nn.utils.parametrize.register_parametrization(model, "weight", Doubled())
 

@@ -35,7 +35,7 @@ LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 # These write to running statistics, but do not declare it.
 _WRITING = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 # Values do not show what these do to a tensor.
-_REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
+_REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_"}
 # Other operations than torch's own that depend only on their arguments, and do not change them.
 _FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
@@ -82,6 +82,7 @@ class Recorder(TorchDispatchMode):
         given: Sequence[Tensor],
         known: Sequence[Tensor],
         is_known: Callable[[Tensor], bool],
+        is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         """Number the tensors that exist before the step.
 
@@ -89,6 +90,7 @@ class Recorder(TorchDispatchMode):
             given: The tensors among the arguments.
             known: Parameters and buffers.
             is_known: Whether the guard would notice if another tensor were replaced.
+            is_fixed: Whether another tensor is a constant.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -96,8 +98,9 @@ class Recorder(TorchDispatchMode):
         self.is_lifting = False
         self._numbers: Any = WeakTensorKeyDictionary()
         self._memories: dict[int, int] = {}
-        self._is_known = is_known
+        self._is_known, self._is_fixed = is_known, is_fixed
         self._blank: set[int] = set()
+        self._outside: set[int] = set()  # constants that existed before
         self.drawn = generator_states()
         for tensor in given:
             self.program.given.append(self._enter(tensor))
@@ -160,7 +163,11 @@ class Recorder(TorchDispatchMode):
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor; ``None``, and a reason, if its origin is not known."""
         number: int | None = self._numbers.get(tensor)
-        if number is None:
+        if number is None and self._is_fixed(tensor):
+            number = self._enter(tensor)
+            self.program.fixed[number] = tensor
+            self._outside.add(number)
+        elif number is None:
             if not self._is_known(tensor):
                 self.refusal = self.refusal or self._unknown(tensor)
                 return None
@@ -186,7 +193,7 @@ class Recorder(TorchDispatchMode):
 
     def left(self) -> list[Tensor]:
         """The results of operations that still exist."""
-        outside = {*self.program.given, *self.program.known}
+        outside = {*self.program.given, *self.program.known, *self._outside}
         return [t for t, number in [*self._numbers.items()] if number not in outside]
 
     def assume(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> Any:

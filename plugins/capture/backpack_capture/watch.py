@@ -23,6 +23,7 @@ from torch.nn import Module
 from backpack_capture import _torch
 from backpack_capture.nested import is_plain
 from backpack_core import Extension
+from backpack_operations.plan import plans
 
 OF_ALL: Final = frozenset(vars(Module()))
 HOOKS: Final = (
@@ -78,6 +79,10 @@ class Watch:
         if found:
             self.outside[id(tensor)] = tensor
         return found
+
+    def plans(self, tensor: Tensor) -> bool:
+        """Whether a plan of the models keeps a tensor. What it assumes about values was read."""
+        return any(tensor is own for model in self.modules for own in plans.tensors(model))
 
     def reason_against(self, gradient: Any) -> str | None:
         """Why steps cannot be replayed now; ``None`` if they can.
