@@ -74,6 +74,80 @@ def test_quantities(net: str, name: str) -> None:
     assert twins.replays == 3, twins.step.report()
 
 
+@pytest.mark.parametrize("name", ["DiagGGNExact", "DiagHessian", "KFAC", "Jacobians"])
+@pytest.mark.parametrize(
+    ("layer", "dims"),
+    [
+        (nn.AvgPool1d(2), 1),
+        (nn.AvgPool2d(2, padding=1), 2),
+        (nn.AvgPool3d(2), 3),
+        (nn.AdaptiveAvgPool1d(2), 1),
+        (nn.AdaptiveAvgPool2d(2), 2),
+        (nn.AdaptiveAvgPool3d(2), 3),
+    ],
+)
+def test_layers_whose_input_counts_only_by_its_shape(
+    layer: nn.Module, dims: int, name: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Flatten(), nn.LazyLinear(3))
+    shape = (3, 2, *[4] * dims)
+    model(torch.rand(shape))
+    twins = Twins(model, [made(name)])
+    twins.train([(torch.rand(shape), torch.randint(3, (3,))) for _ in range(7)])
+    assert twins.replays == 3, twins.step.report()
+
+
+@pytest.mark.parametrize("name", ["BatchGrad", "DiagGGNExact"])
+def test_images_with_channels_last(name: str) -> None:
+    """Torch then changes the strides of what it has averaged."""
+    pool = nn.AdaptiveAvgPool2d(1)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), pool, nn.Flatten(), nn.Linear(3, 3))
+    model = model.to(memory_format=torch.channels_last)
+    twins = Twins(model, [made(name)])
+    images = [torch.rand(4, 2, 6, 6).to(memory_format=torch.channels_last) for _ in range(7)]
+    twins.train([(x, torch.randint(3, (4,))) for x in images])
+    assert twins.replays == 3, twins.step.report()
+
+
+def of_rows(model: nn.Module, lossfunc: nn.Module) -> Function:
+    """A loss with several rows of each sample, as that of a language model."""
+    return lambda x, y: lossfunc(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("name", ["DiagGGNExact", "DiagHessian", "KFLR", "Jacobians"])
+def test_losses_with_several_rows_of_each_sample(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    twins = Twins(model, [made(name)], of_rows)
+    twins.train([(torch.randint(6, (4, 5)), torch.randint(3, (4, 5))) for _ in range(7)])
+    assert twins.replays == 3, twins.step.report()
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(model, "weight", Doubled())
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+PARAMETRIZATIONS = {
+    "doubled": doubled,
+    "weight": nn.utils.parametrizations.weight_norm,
+    "spectral": nn.utils.parametrizations.spectral_norm,  # it also writes to buffers
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("name", ["BatchGrad", "ClippedSumGrad", "Jacobians"])
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+def test_computed_parameters(kind: str, name: str) -> None:
+    model = nn.Sequential(PARAMETRIZATIONS[kind](nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3))
+    twins = Twins(model, [made(name)])
+    twins.train([(torch.rand(4, 5), torch.randint(3, (4,))) for _ in range(7)])
+    assert twins.replays == 3, twins.step.report()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("gradient", ["shared", "none", "skipped"])
 @pytest.mark.parametrize("net", NETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
@@ -538,6 +539,26 @@ class Trainer:
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.scale
+
+
+def test_an_object_that_is_copied() -> None:
+    """Python notes something in each class that it copies."""
+
+    class Scaling:
+        def __init__(self) -> None:
+            self.scale = 2.0
+
+    model, lossfunc, scaling = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss()), Scaling()
+    step = capture(lambda x, y: scaling.scale * lossfunc(model(x), y), model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    for _ in range(8):
+        step(x, y)
+    assert "__slotnames__" not in vars(Scaling)
+    copy.deepcopy(scaling)
+    assert "__slotnames__" in vars(Scaling)
+    assert step.holds(x, y)
+    Scaling.other = 2.0  # type: ignore[attr-defined]
+    assert not step.holds(x, y)
 
 
 def test_an_object_that_counts_its_steps() -> None:

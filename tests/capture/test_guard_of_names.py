@@ -129,6 +129,22 @@ def test_a_number_that_is_read_by_another_name(name: str, place: str) -> None:
         globals().pop("abs", None)
 
 
+@pytest.mark.parametrize("read", [lambda: SPACE.scale, lambda: TABLE["scale"]])
+def test_a_global_that_is_called_like_an_attribute(read: Callable[[], Any]) -> None:
+    """As the variable of a loop in a script."""
+    model, lossfunc = extend(Scaled(read)), extend(nn.CrossEntropyLoss())
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    try:
+        for number in range(8):
+            globals()["scale"] = number
+            step(x, y)
+        globals()["scale"] = 8
+        assert step.holds(x, y)
+    finally:
+        del globals()["scale"]
+
+
 def test_parameters_that_exchanged_their_attributes() -> None:
     """As ``torch.utils.swap_tensors`` and some wrappers do."""
     model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())

@@ -240,6 +240,20 @@ def test_shapes_that_change_in_place() -> None:
     check(function)
 
 
+def test_strides_that_change_in_place() -> None:
+    """As torch does after it has averaged the pixels of an image."""
+
+    def function(x: Tensor) -> Sequence[Tensor]:
+        total = x * 2
+        before = total[1:]
+        total.as_strided_((3, 3), (1, 3))
+        view, moved = total[1:], (x * 3).t_()
+        total.mul_(2)
+        return [view + 1, before * 2, total.view(3, 3, 1) - 1, moved[1:] * 2, total.t(), total]
+
+    check(function)
+
+
 def test_copies_of_views_are_copies() -> None:
     def function(x: Tensor) -> Sequence[Tensor]:
         y = x * 2

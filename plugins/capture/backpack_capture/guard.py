@@ -27,8 +27,8 @@ from backpack_capture.watch import (
     OF_ALL,
     Watch,
     attributes_of,
+    globals_of,
     is_compiler,
-    names_of,
 )
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
@@ -36,7 +36,9 @@ from backpack_products.sameness import Watched, attributes_behind
 from backpack_products.tuning import memory_budget
 from backpack_products.values import look_of
 
-_OF_CLASSES = {"__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl"}
+# Python adds some of these when a class is first asked for annotations, or an object is copied.
+_LATER = {"__annotations__", "__annotations_cache__", "__annotate_func__", "__slotnames__"}
+_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "_abc_impl", *_LATER}
 
 
 class Guard:
@@ -137,8 +139,9 @@ class Guard:
         self._require(*terms)
 
     def _note_class(self, kind: type) -> None:
-        name = f"{self._name(kind)}.__dict__"
-        terms = [f"len({name}) == {len(vars(kind))}"]
+        name, own = f"{self._name(kind)}.__dict__", vars(kind).keys()
+        count = f"len({name}.keys() - {self._name(_LATER)}) == {len(own - _LATER)}"
+        terms = [f"(len({name}) == {len(own)} or {count})"]
         for key, value in vars(kind).items():
             if key not in _OF_CLASSES:
                 terms.append(self._value(f"{name}[{key!r}]", value))
@@ -153,7 +156,7 @@ class Guard:
             except ValueError:  # not assigned yet
                 continue
             terms.append(self._value(f"{self._name(cell)}.cell_contents", value, True))
-        names = {*names_of(function)}
+        names = globals_of(function)
         for key in sorted(names & known.keys()):
             terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key], True))
         terms.append(f"{self._name(known)}.keys().isdisjoint({self._name(names - known.keys())})")

@@ -35,11 +35,19 @@ LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 # These write to running statistics, but do not declare it.
 _WRITING = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 # Values do not show what these do to a tensor.
-_REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
+_REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_"}
 # Other operations than torch's own that depend only on their arguments, and do not change them.
 _FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of a tensor that is kept
+# The places of arguments that rules and torch.nn.grad pass only for their shape.
+_SHAPES: Final = {
+    aten.convolution_backward.default: (1, 2),
+    aten.avg_pool2d_backward.default: (1,),
+    aten.avg_pool3d_backward.default: (1,),
+    aten._adaptive_avg_pool2d_backward.default: (1,),
+    aten._adaptive_avg_pool3d_backward.default: (1,),
+}
 # These can write into existing memory.
 _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _BETWEEN = (
@@ -74,6 +82,7 @@ class Recorder(TorchDispatchMode):
         given: Sequence[Tensor],
         known: Sequence[Tensor],
         is_known: Callable[[Tensor], bool],
+        is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         """Number the tensors that exist before the step.
 
@@ -81,6 +90,7 @@ class Recorder(TorchDispatchMode):
             given: The tensors among the arguments.
             known: Parameters and buffers.
             is_known: Whether the guard would notice if another tensor were replaced.
+            is_fixed: Whether another tensor is a constant.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -88,8 +98,9 @@ class Recorder(TorchDispatchMode):
         self.is_lifting = False
         self._numbers: Any = WeakTensorKeyDictionary()
         self._memories: dict[int, int] = {}
-        self._is_known = is_known
+        self._is_known, self._is_fixed = is_known, is_fixed
         self._blank: set[int] = set()
+        self._outside: set[int] = set()  # constants that existed before
         self.drawn = generator_states()
         for tensor in given:
             self.program.given.append(self._enter(tensor))
@@ -152,7 +163,11 @@ class Recorder(TorchDispatchMode):
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor; ``None``, and a reason, if its origin is not known."""
         number: int | None = self._numbers.get(tensor)
-        if number is None:
+        if number is None and self._is_fixed(tensor):
+            number = self._enter(tensor)
+            self.program.fixed[number] = tensor
+            self._outside.add(number)
+        elif number is None:
             if not self._is_known(tensor):
                 self.refusal = self.refusal or self._unknown(tensor)
                 return None
@@ -178,7 +193,7 @@ class Recorder(TorchDispatchMode):
 
     def left(self) -> list[Tensor]:
         """The results of operations that still exist."""
-        outside = {*self.program.given, *self.program.known}
+        outside = {*self.program.given, *self.program.known, *self._outside}
         return [t for t, number in [*self._numbers.items()] if number not in outside]
 
     def assume(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> Any:
@@ -217,7 +232,10 @@ class Recorder(TorchDispatchMode):
         outs = [self._out(value, roots) for value in ([out] if is_single else out)]
         changed = [n for (n, t), v in zip(got, before, strict=True) if t._version != v]
         writes = tuple(dict.fromkeys([*_declared(func, args, kwargs), *changed]))
-        self._note_blank(func, out, {self.program.roots[n] for n, _ in got}, writes, outs)
+        shapes = _SHAPES.get(func, ())
+        seen = [argument for place, argument in enumerate(args) if place not in shapes]
+        reads = {self.program.roots[ref.number] for ref in refs_in([seen, kwargs])}
+        self._note_blank(func, out, reads, writes, outs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         step = Operation(func, args, kwargs, tuple(outs), is_single, writes, is_random)
         self.program.steps.append(step)
@@ -239,9 +257,7 @@ class Recorder(TorchDispatchMode):
             self._blank |= made if out.numel() else set()
             return
         self._blank -= {roots[n] for n in writes}
-        # torch.nn.grad passes an input to a convolution's backward only for its shape.
-        is_shape = func is aten.convolution_backward.default
-        if reads & self._blank - made and not is_shape:
+        if reads & self._blank - made:
             self.refusal = "it reads memory that no operation has written"
 
     def _out(self, value: Any, roots: dict[int, int]) -> int | None:

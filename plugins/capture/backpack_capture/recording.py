@@ -74,7 +74,7 @@ def record(
             parameter.__dict__.pop(field, None)
     before = [dict(parameter.__dict__) for parameter in parameters]
     guard, drawn = Guard(watch), states_of_generators()
-    recorder = Recorder(given, [*known.values()], watch.refers_to)
+    recorder = Recorder(given, [*known.values()], watch.refers_to, watch.plans)
     torch.clear_autocast_cache()
     memories = [t.untyped_storage() for t in known.values()]
     is_recurrent = any(isinstance(module, torch.nn.RNNBase) for module in watch.modules)

@@ -22,6 +22,7 @@ _BENDING = (
     aten.t_,
     aten.swapaxes_,
     aten.swapdims_,
+    aten.as_strided_,
 )
 
 

@@ -6,6 +6,7 @@ that no other object can get the ``id`` of one that was deleted.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ from torch.nn import Module
 from backpack_capture import _torch
 from backpack_capture.nested import is_plain
 from backpack_core import Extension
+from backpack_operations.plan import plans
 
 OF_ALL: Final = frozenset(vars(Module()))
 HOOKS: Final = (
@@ -30,6 +32,8 @@ HOOKS: Final = (
 )
 _OURS: Final = "_backpack"  # begins the attributes that ``extend`` makes
 DEEPEST: Final = 4
+# Where hooks come from that record calls, or compute parameters.
+_ONLY_COMPUTING: Final = ("backpack_core", "backpack_interplay", "torch.nn.utils")
 
 
 class Watch:
@@ -75,6 +79,10 @@ class Watch:
         if found:
             self.outside[id(tensor)] = tensor
         return found
+
+    def plans(self, tensor: Tensor) -> bool:
+        """Whether a plan of the models keeps a tensor. What it assumes about values was read."""
+        return any(tensor is own for model in self.modules for own in plans.tensors(model))
 
     def reason_against(self, gradient: Any) -> str | None:
         """Why steps cannot be replayed now; ``None`` if they can.
@@ -123,7 +131,7 @@ def _computes_only(hook: Any) -> bool:
     home = type(hook).__module__ if not isinstance(hook, types.FunctionType) else hook.__module__
     function = getattr(hook, "func", hook)
     names = (home, getattr(function, "__module__", ""))
-    return any(str(name).startswith(("backpack_core", "torch.nn.utils")) for name in names)
+    return any(str(name).startswith(_ONLY_COMPUTING) for name in names)
 
 
 def _modules_of(roots: Sequence[Module]) -> list[Module]:
@@ -250,7 +258,7 @@ def _referred(function: types.FunctionType) -> list[Any]:
         except ValueError:  # not assigned yet
             found.append(None)
     table = function.__globals__
-    found += [table.get(name) for name in names_in(function.__code__)]
+    found += [table.get(name) for name in _globals_in(function.__code__)]
     return [*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
@@ -259,15 +267,50 @@ def names_in(code: types.CodeType) -> list[str]:
 
     A word may be a name, too, as in ``getattr(settings, "scale")``.
     """
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    names = [*code.co_names, *_words_in(code)]
+    return [*names, *[name for inner in _inside(code) for name in names_in(inner)]]
+
+
+def _globals_in(code: types.CodeType) -> list[str]:
+    """The names of globals in a function, and in the functions inside it.
+
+    Not those of attributes: a script may count its steps in a variable of the same name.
+    """
+    steps = dis.get_instructions(code)
+    names = [str(step.argval) for step in steps if step.opname in _WITH_GLOBALS]
+    names += _words_in(code) if _BY_WORDS.intersection(names) else []
+    return [*names, *[name for inner in _inside(code) for name in _globals_in(inner)]]
+
+
+_WITH_GLOBALS: Final = frozenset({
+    *("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"),
+})  # fmt: skip
+_BY_WORDS: Final = frozenset({"globals", "eval", "exec", "sys"})  # find a global by a word
+
+
+def _inside(code: types.CodeType) -> list[types.CodeType]:
+    return [c for c in code.co_consts if isinstance(c, types.CodeType)]
+
+
+def _words_in(code: types.CodeType) -> list[str]:
     words = [w for c in code.co_consts for w in (c if isinstance(c, tuple) else (c,))]
-    names = [*code.co_names, *[w for w in words if isinstance(w, str) and w.isidentifier()]]
-    return [*names, *[name for c in inner for name in names_in(c)]]
+    return [w for w in words if isinstance(w, str) and w.isidentifier()]
 
 
 def names_of(function: types.FunctionType) -> list[str]:
     """The names in a function, and words in the variables that it reads."""
-    return [*names_in(function.__code__), *[w for w in _referred(function) if type(w) is str]]
+    return [*names_in(function.__code__), *_words_of(function)]
+
+
+def globals_of(function: types.FunctionType) -> set[str]:
+    """The names of the globals that a function reads or writes."""
+    names = {*_globals_in(function.__code__)}
+    return names.union(_words_of(function)) if names & _BY_WORDS else names
+
+
+def _words_of(function: types.FunctionType) -> list[str]:
+    """Words in the variables that a function reads."""
+    return [word for word in _referred(function) if type(word) is str]
 
 
 _NO_RECORDS: Final = (Module, Tensor, type, types.FunctionType)

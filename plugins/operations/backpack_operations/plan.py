@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.engine.active import Context
@@ -199,9 +200,16 @@ class Plans:
 
     def latest(self, model: Module) -> Plan | None:
         """The newest plan of a model, if there is one."""
-        found = [*self._plans.get(model, NONE).values()]
-        found += [each.plan for each in self._known.get(model, NONE).values()]
+        found = self._of(model)
         return found[-1] if found else None
+
+    def tensors(self, model: Module) -> list[Tensor]:
+        """The tensors that the plans of a model keep; nobody writes to them."""
+        return [own for p in self._of(model) if p.facts is not None for own in p.facts.tensors]
+
+    def _of(self, model: Module) -> list[Plan]:
+        found = [*self._plans.get(model, NONE).values()]
+        return found + [each.plan for each in self._known.get(model, NONE).values()]
 
     def forget(self, model: Module) -> None:
         """Forget the plans of a model, and what observers know about it."""

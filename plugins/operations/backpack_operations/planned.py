@@ -346,6 +346,15 @@ class PlannedFacts(NamedTuple):
         return cls(alignment, uses, *by_values, at_losses, tuple(insides))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the plan keeps; nobody writes to them."""
+        pairs = [*self.looked_at, *self.read, *self.losses]
+        if self.alignment is not None:
+            pairs += [*self.alignment.owned, *self.alignment.sample_ids]
+        values = [*[value for _, value in pairs], *[data.ids for data in self.compared]]
+        return [value.tensor for value in values if value.tensor is not None]
+
+    @property
     def without_data(self) -> PlannedFacts | None:
         """The facts without those about data that calls received."""
         alignment, uses, looked_at, read, *_, insides = self
