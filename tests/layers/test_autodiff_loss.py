@@ -16,6 +16,7 @@ from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     GGNMP,
+    HMP,
     KFAC,
     KFLR,
     BatchDiagGGNExact,
@@ -195,6 +196,23 @@ def test_samples_that_mix_are_refused() -> None:
 
     with pytest.raises(SampleMixingError, match="by sample"):
         problem(over_the_batch, negative="clip").run(DiagGGNExact())
+    correlations = lambda x, y: (x.T @ x / len(x) - torch.eye(3)).square().sum()  # noqa: E731
+    for function in (over_the_batch, correlations):
+        with pytest.raises(SampleMixingError, match="influence each other"):
+            problem(function).run(BatchGrad())
+
+
+def test_random_losses_are_refused() -> None:
+    def random(x: Tensor, y: Tensor) -> Tensor:
+        return quartic(x + torch.randn_like(x), y)
+
+    for extension in (DiagGGNExact(), DiagHessian()):
+        with pytest.raises(UnsupportedError, match="as an argument"):
+            problem(random).run(extension)
+    noise = torch.randn(4, 3)
+    found = problem(lambda x, y: quartic(x + noise, y))
+    found.run(DiagGGNExact())
+    problem(random).run(BatchGrad(), HMP())
 
 
 def test_refusals() -> None:
@@ -207,6 +225,9 @@ def test_refusals() -> None:
         problem(quartic, likelihood=lambda x: x).run(KFAC())
     with pytest.raises(UsageError, match=r"\[4, \*\]"):
         problem(lambda x, y: x.sum(0)).run(BatchGrad())
+    for output in ((LABELS, LABELS), torch.tensor(1.0)):
+        with pytest.raises(UsageError, match="one tensor with samples"):
+            AutodiffLoss(quartic)(output, LABELS)
     for wrong in (
         {"reduction": "max"},
         {"negative": "zero"},

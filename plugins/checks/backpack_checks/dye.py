@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_checks.dyed import (
+    COUPLED,
     IN_LOSS,
     LOST,
     OF_LOSS,
@@ -48,7 +49,8 @@ Sent: TypeAlias = tuple[int, Dye]
 # Roots of gradients without samples, and their names after samples were weighted.
 _BEFORE = Root("before any loss")
 _DYED_LATER = {IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
-_COUPLED = Root("a function of numbers that several samples share")
+# Their names behind a function of numbers that several samples share.
+_COUPLED_LATER = {IN_LOSS: COUPLED, _BEFORE: Root("coupled before any loss")}
 
 
 class DyePropagator(Propagator):
@@ -309,7 +311,7 @@ class DyePropagator(Propagator):
             return crossed
         # A nonlinear function of numbers that samples share couples the samples.
         return [
-            (i, Columns({_COUPLED if r is _BEFORE else r: b for r, b in columns.blocks.items()}))
+            (i, Columns({_COUPLED_LATER.get(r, r): b for r, b in columns.blocks.items()}))
             for i, columns in crossed
         ]
 

@@ -103,8 +103,16 @@ class AutodiffLoss(Module):
         """The loss, a number; without a reduction ``[N]``.
 
         Raises:
-            UsageError: The function did not return a number or the losses of the samples.
+            UsageError: The output is not one tensor with samples, or the function did not return a
+                number or the losses of the samples.
         """
+        given: Any = output
+        if not isinstance(given, Tensor) or not given.dim():
+            raise UsageError(
+                "AutodiffLoss takes one tensor with samples, [N, *], as the output. If the model "
+                "returns several, join them, torch.cat([a, b], 1), and take them apart in the "
+                f"function. Got {'[]' if isinstance(given, Tensor) else type(given).__name__}."
+            )
         losses: Any = self.function(output, *arguments, **keywords)
         if not isinstance(losses, Tensor) or (losses.dim() and len(losses) != len(output)):
             raise UsageError(
@@ -239,6 +247,8 @@ class AutodiffLossRule(HessianLossRule):
             value = whole.module(*args, **kwargs).sum()
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
         if view.is_measured:
+            with disable(), torch.no_grad():
+                _see_same(view, value.detach(), whole.module(*args, **kwargs).sum())
             _see_apart(view, x, gradient)
         return x, gradient
 
@@ -266,6 +276,16 @@ def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:
         found = torch.stack([torch.autograd.grad(gradient, x, row, **options)[0] for row in mat])
     product: Tensor = found
     return product
+
+
+def _see_same(view: View, value: Tensor, again: Tensor) -> None:
+    """Raise if two runs of the loss differ: the forward pass was a third one."""
+    if any_of((again - value).abs() > value.abs() * torch.finfo(value.dtype).eps ** 0.6):
+        raise UnsupportedError(
+            f"{view.path} gives another loss when it runs again, as if it drew random numbers, so "
+            "its Hessian would be that of another loss. Draw the numbers before, and pass them to "
+            "the loss as an argument, or use HMP, which does not run it again."
+        )
 
 
 def _see_apart(view: View, x: Tensor, gradient: Tensor) -> None:
