@@ -269,9 +269,11 @@ def test_wrong_use_of_products() -> None:
     assert "of [4, 2] in 2" in repr(product)
 
 
-def test_complex_outputs_are_refused() -> None:
+def test_outputs_that_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="view_as_real"):
         SumOutputs()(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UsageError, match=r"takes one tensor.*Got tuple"):
+        SumOutputs()((torch.ones(2), torch.ones(2)))
     with pytest.raises(UsageError, match="reduction must be"):
         SumOutputs("max")
 
