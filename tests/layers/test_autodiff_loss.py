@@ -202,6 +202,26 @@ def test_samples_that_mix_are_refused() -> None:
             problem(function).run(BatchGrad())
 
 
+@pytest.mark.parametrize("make", [BatchGrad, DiagGGNExact, DiagHessian])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_another_function_is_measured(is_new: bool, make: Callable[[], Any]) -> None:
+    """Passes with one function say nothing about those with other operations."""
+
+    def flipped(x: Tensor, y: Tensor) -> Tensor:
+        return quartic(x.flip(0), y)
+
+    model, lossfunc = extend(mlp()), extend(AutodiffLoss(lambda x, y: quartic(x.flip(1), y)))
+    x = torch.randn(4, 3)
+    for _ in range(5):
+        with backpack(make()):
+            lossfunc(model(x), LABELS).backward()
+    if is_new:
+        lossfunc = extend(AutodiffLoss(flipped))
+    lossfunc.function = flipped
+    with pytest.raises(SampleMixingError), backpack(make()):
+        lossfunc(model(x), LABELS).backward()
+
+
 def test_random_losses_are_refused() -> None:
     def random(x: Tensor, y: Tensor) -> Tensor:
         return quartic(x + torch.randn_like(x), y)
