@@ -197,9 +197,56 @@ def test_samples_that_mix_are_refused() -> None:
     with pytest.raises(SampleMixingError, match="by sample"):
         problem(over_the_batch, negative="clip").run(DiagGGNExact())
     correlations = lambda x, y: (x.T @ x / len(x) - torch.eye(3)).square().sum()  # noqa: E731
-    for function in (over_the_batch, correlations):
-        with pytest.raises(SampleMixingError, match="influence each other"):
+    for function in (over_the_batch, correlations, lambda x, y: x.norm()):
+        with pytest.raises(SampleMixingError, match="gradient or a Hessian"):
             problem(function).run(BatchGrad())
+
+
+def test_numbers_that_are_sums_over_samples() -> None:
+    for function in (lambda x, y: torch.einsum("nc,nc->", x, x), lambda x, y: (x.T @ x).trace()):
+        found, same = problem(function), problem(lambda x, y: x.square().sum())
+        same.model.load_state_dict(found.model.state_dict())
+        for each in (found, same):
+            torch.manual_seed(1)
+            each.run(BatchGrad(), DiagGGNExact())
+        for p, q in zip(found.parameters, same.parameters, strict=True):
+            oracle.assert_close(p.grad_batch, q.grad_batch)
+            oracle.assert_close(p.diag_ggn_exact, q.diag_ggn_exact)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 0, 1], [0, 0, 1, 1]])
+def test_rows_of_one_sample_may_meet_in_a_loss(rows: list[int]) -> None:
+    model, x = extend(nn.Linear(3, 1)), torch.randn(4, 3)
+    lossfunc = extend(AutodiffLoss(lambda s: F.softplus(s[2:] - s[:2]).sum(), reduction="sum"))
+    told = torch.tensor(rows)
+    if rows == [0, 0, 1, 1]:  # others than those that meet
+        with pytest.raises(SampleMixingError), backpack(BatchGrad(), samples=told):
+            lossfunc(model(x)).backward()
+        return
+    with backpack(BatchGrad(), samples=told):
+        lossfunc(model(x)).backward()
+    for n in range(2):
+        s = F.softplus(model(x[n + 2]) - model(x[n])).sum()
+        (gradient,) = torch.autograd.grad(s, [model.weight])
+        oracle.assert_close(model.weight.grad_batch[n], gradient)
+
+
+def test_losses_without_second_derivatives() -> None:
+    found = problem(lambda x, y: F.multi_margin_loss(x, y, reduction="none"))
+    found.run(BatchGrad())
+    oracle.assert_close(found.parameters[0].grad_batch.sum(0), found.parameters[0].grad)
+
+
+def test_draws_of_losses_change_no_others() -> None:
+    """What measured passes compute again draws from a copy of the generator."""
+    model, lossfunc = mlp(), AutodiffLoss(lambda x, y: quartic(x + torch.randn_like(x), y))
+    extend(model), extend(lossfunc)
+    torch.manual_seed(0)
+    loss = lossfunc(model(torch.randn(4, 3)), LABELS)
+    expected = torch.get_rng_state()
+    with backpack(BatchGrad()):
+        loss.backward()
+    assert torch.get_rng_state().equal(expected)
 
 
 @pytest.mark.parametrize("make", [BatchGrad, DiagGGNExact, DiagHessian])

@@ -17,10 +17,8 @@ from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_products.columns import Columns, Root
 from backpack_products.values import rounding_unit
 
-# Roots of gradients of extended losses: without samples, after samples were weighted, and behind a
-# function of numbers that samples share.
+# Roots of gradients of extended losses: without samples, and after samples were weighted.
 IN_LOSS, OF_LOSS = Root("in an extended loss"), Root("dyed behind an extended loss")
-COUPLED = Root("coupled in an extended loss")
 # Some formulas of torch have constants in single precision (CELU, Hardsigmoid).
 _SINGLE = 1e-5
 # The largest relative difference that counts as rounding, in any precision.
@@ -237,7 +235,7 @@ class Judge:
             besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
         if self.question.is_of_losses:
             blocks = arrived.columns.blocks
-            of_losses = [blocks[root][0] for root in (IN_LOSS, OF_LOSS, COUPLED) if root in blocks]
+            of_losses = [blocks[root][0] for root in (IN_LOSS, OF_LOSS) if root in blocks]
             besides = max(besides, largest(reduce(torch.sub, of_losses, plain)))
         if besides > allowed:
             raise _something_besides(where, arrived)
