@@ -231,6 +231,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (("build", folder / "gpt2", data, store, "--parameters", "xyz"), "No parameter has"),
         (("query", store, queries), "no store at"),
         (("score", folder / "gpt2", data, queries, "-o", "a.txt"), "--output must end with"),
+        (("score", folder, data, queries, "-o", tmp_path / "no" / "a.csv"), "folder that exists"),
         (("score", folder / "gpt2", data, queries, "-m", "ekfca"), "did you mean 'ekfac'"),
     ):
         with pytest.raises(UsageError, match=said):

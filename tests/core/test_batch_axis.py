@@ -69,10 +69,12 @@ def data(steps: int, samples: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("steps", "samples"), SIZES)
 @pytest.mark.parametrize("name", INNER)
-def test_sequence_first(name: str, steps: int, samples: int) -> None:
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_sequence_first(is_trained: bool, name: str, steps: int, samples: int) -> None:
     model, lossfunc = SequenceFirst(name), nn.CrossEntropyLoss(reduction="sum")
+    model.inner.requires_grad_(is_trained)
     x, y = data(steps, samples)
-    parameters = [*model.parameters()]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     gradients, diagonals = [], []
     for n in range(samples):
         output = model(x[:, n : n + 1])
@@ -95,8 +97,10 @@ def test_sequence_first(name: str, steps: int, samples: int) -> None:
 
 @pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
 @pytest.mark.parametrize(("steps", "samples"), [(4, 4), (4, 3)])
-def test_samples_that_mix(extension: Any, steps: int, samples: int) -> None:
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_samples_that_mix(is_trained: bool, extension: Any, steps: int, samples: int) -> None:
     model = extend(SequenceFirst("gru", lambda h: h - h.mean(1, keepdim=True)), batch_axis=1)
+    model.inner.requires_grad_(is_trained)
     with pytest.raises(SampleMixingError, match="influence each other"):
         run(model, *data(steps, samples), extension())
 

@@ -15,6 +15,7 @@ from backpack_core.extensions import (
     EKFAC,
     GGNMP,
     HMP,
+    JMP,
     KFAC,
     KFLR,
     KFRA,
@@ -29,6 +30,7 @@ from backpack_core.extensions import (
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
+    DiagHMP,
     GGNGram,
     SqrtGGNExact,
     SqrtGGNMC,
@@ -208,6 +210,19 @@ def test_products_of_no_sample(name: str, make: Any) -> None:
         product = getattr(p, extension.savefield)(torch.randn(2, *p.shape))
         assert product.shape == (2, *p.shape)
         assert not product.any()
+
+
+def test_products_of_no_look_up() -> None:
+    net = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+    extend(net), extend(lossfunc := nn.CrossEntropyLoss())
+    none = torch.zeros(0, dtype=torch.long)
+    with backpack(GGNMP(), HMP(), PCHMP(), DiagHMP(), JMP()):
+        lossfunc(net(none.reshape(0, 2)), none).backward()
+    for p in net.parameters():
+        for product in (p.ggnmp, p.hmp, p.pchmp):
+            assert not product(torch.randn(2, *p.shape)).any()
+        assert not p.diag_hmp.any()
+        assert p.jmp(torch.randn_like(p)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("make", FACTORS, ids=["KFAC", "KFLR", "KFRA", "expand", "reduce"])

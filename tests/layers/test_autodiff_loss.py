@@ -16,6 +16,7 @@ from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     GGNMP,
+    HMP,
     KFAC,
     KFLR,
     BatchDiagGGNExact,
@@ -195,6 +196,90 @@ def test_samples_that_mix_are_refused() -> None:
 
     with pytest.raises(SampleMixingError, match="by sample"):
         problem(over_the_batch, negative="clip").run(DiagGGNExact())
+    correlations = lambda x, y: (x.T @ x / len(x) - torch.eye(3)).square().sum()  # noqa: E731
+    for function in (over_the_batch, correlations, lambda x, y: x.norm()):
+        with pytest.raises(SampleMixingError, match="gradient or a Hessian"):
+            problem(function).run(BatchGrad())
+
+
+def test_numbers_that_are_sums_over_samples() -> None:
+    for function in (lambda x, y: torch.einsum("nc,nc->", x, x), lambda x, y: (x.T @ x).trace()):
+        found, same = problem(function), problem(lambda x, y: x.square().sum())
+        same.model.load_state_dict(found.model.state_dict())
+        for each in (found, same):
+            torch.manual_seed(1)
+            each.run(BatchGrad(), DiagGGNExact())
+        for p, q in zip(found.parameters, same.parameters, strict=True):
+            oracle.assert_close(p.grad_batch, q.grad_batch)
+            oracle.assert_close(p.diag_ggn_exact, q.diag_ggn_exact)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 0, 1], [0, 0, 1, 1]])
+def test_rows_of_one_sample_may_meet_in_a_loss(rows: list[int]) -> None:
+    model, x = extend(nn.Linear(3, 1)), torch.randn(4, 3)
+    lossfunc = extend(AutodiffLoss(lambda s: F.softplus(s[2:] - s[:2]).sum(), reduction="sum"))
+    told = torch.tensor(rows)
+    if rows == [0, 0, 1, 1]:  # others than those that meet
+        with pytest.raises(SampleMixingError), backpack(BatchGrad(), samples=told):
+            lossfunc(model(x)).backward()
+        return
+    with backpack(BatchGrad(), samples=told):
+        lossfunc(model(x)).backward()
+    for n in range(2):
+        s = F.softplus(model(x[n + 2]) - model(x[n])).sum()
+        (gradient,) = torch.autograd.grad(s, [model.weight])
+        oracle.assert_close(model.weight.grad_batch[n], gradient)
+
+
+def test_losses_without_second_derivatives() -> None:
+    found = problem(lambda x, y: F.multi_margin_loss(x, y, reduction="none"))
+    found.run(BatchGrad())
+    oracle.assert_close(found.parameters[0].grad_batch.sum(0), found.parameters[0].grad)
+
+
+def test_draws_of_losses_change_no_others() -> None:
+    """What measured passes compute again draws from a copy of the generator."""
+    model, lossfunc = mlp(), AutodiffLoss(lambda x, y: quartic(x + torch.randn_like(x), y))
+    extend(model), extend(lossfunc)
+    torch.manual_seed(0)
+    loss = lossfunc(model(torch.randn(4, 3)), LABELS)
+    expected = torch.get_rng_state()
+    with backpack(BatchGrad()):
+        loss.backward()
+    assert torch.get_rng_state().equal(expected)
+
+
+@pytest.mark.parametrize("make", [BatchGrad, DiagGGNExact, DiagHessian])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_another_function_is_measured(is_new: bool, make: Callable[[], Any]) -> None:
+    """Passes with one function say nothing about those with other operations."""
+
+    def flipped(x: Tensor, y: Tensor) -> Tensor:
+        return quartic(x.flip(0), y)
+
+    model, lossfunc = extend(mlp()), extend(AutodiffLoss(lambda x, y: quartic(x.flip(1), y)))
+    x = torch.randn(4, 3)
+    for _ in range(5):
+        with backpack(make()):
+            lossfunc(model(x), LABELS).backward()
+    if is_new:
+        lossfunc = extend(AutodiffLoss(flipped))
+    lossfunc.function = flipped
+    with pytest.raises(SampleMixingError), backpack(make()):
+        lossfunc(model(x), LABELS).backward()
+
+
+def test_random_losses_are_refused() -> None:
+    def random(x: Tensor, y: Tensor) -> Tensor:
+        return quartic(x + torch.randn_like(x), y)
+
+    for extension in (DiagGGNExact(), DiagHessian()):
+        with pytest.raises(UnsupportedError, match="as an argument"):
+            problem(random).run(extension)
+    noise = torch.randn(4, 3)
+    found = problem(lambda x, y: quartic(x + noise, y))
+    found.run(DiagGGNExact())
+    problem(random).run(BatchGrad(), HMP())
 
 
 def test_refusals() -> None:
@@ -207,6 +292,9 @@ def test_refusals() -> None:
         problem(quartic, likelihood=lambda x: x).run(KFAC())
     with pytest.raises(UsageError, match=r"\[4, \*\]"):
         problem(lambda x, y: x.sum(0)).run(BatchGrad())
+    for output in ((LABELS, LABELS), torch.tensor(1.0)):
+        with pytest.raises(UsageError, match="one tensor with samples"):
+            AutodiffLoss(quartic)(output, LABELS)
     for wrong in (
         {"reduction": "max"},
         {"negative": "zero"},

@@ -162,6 +162,33 @@ def test_hooks_that_change_the_input_come_first() -> None:
     oracle.assert_close(net[0].running_var, variance)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("way", ["autocast", "input", "model"])
+def test_half_precision(way: str, affine: bool) -> None:
+    """An input of half precision with a module in single precision, as under autocast."""
+    half = torch.bfloat16
+    net = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2)))
+    net = net.to(half) if way == "model" else net.float()
+    if way == "input":
+        net[0].to(half), net[2].to(half)
+    x = torch.randn(64, 3).to(torch.float32 if way == "autocast" else half)
+    lossfunc, y = extend(nn.CrossEntropyLoss()), torch.randint(2, (64,))
+    plain = copy.deepcopy(net).double()
+    with torch.autocast("cpu", half, enabled=way == "autocast"), batch_statistics(net, "constant"):
+        loss = lossfunc(net(x), y)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    with batch_statistics(plain, "constant"):
+        loss = lossfunc(plain(x.double()), y)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        for field in ("grad_batch", "diag_ggn_exact"):
+            expected = getattr(q, field)
+            error = (getattr(p, field).double() - expected).abs().max()
+            assert error < 0.05 * expected.abs().max()
+
+
 def test_refusals() -> None:
     net = images()[0]
     with pytest.raises(UsageError, match='takes "constant"'), batch_statistics(net, "exact"):

@@ -269,8 +269,49 @@ def test_wrong_use_of_products() -> None:
     assert "of [4, 2] in 2" in repr(product)
 
 
-def test_complex_outputs_are_refused() -> None:
+def test_outputs_that_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="view_as_real"):
         SumOutputs()(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UsageError, match=r"takes one tensor.*Got tuple"):
+        SumOutputs()((torch.ones(2), torch.ones(2)))
     with pytest.raises(UsageError, match="reduction must be"):
         SumOutputs("max")
+
+
+MERGED = {
+    "samples first": lambda h: h.flatten(0, 1),
+    "positions first": lambda h: h.transpose(0, 1).flatten(0, 1),
+    "picked": lambda h: h[torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1]]).bool()],
+}
+OWNERS = {
+    "samples first": [0, 0, 1, 1, 2, 2, 3, 3],
+    "positions first": [0, 1, 2, 3, 0, 1, 2, 3],
+    "picked": [0, 1, 1, 2, 3, 3],
+}
+
+
+@pytest.mark.parametrize("chosen", [None, [2, 1]])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("kind", MERGED)
+def test_numbers_of_several_rows_of_a_sample(
+    kind: str, chunk_size: int | None, chosen: list[int] | None
+) -> None:
+    """They are in the order of memory: row by row."""
+    net, outputs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), SumOutputs()
+    x, owners = torch.randn(4, 2, 3), torch.tensor(OWNERS[kind])
+    parameters, rows = list(net.parameters()), MERGED[kind](net(x))
+    expected = [p.new_zeros(4, 2, 3, *p.shape) for p in parameters]
+    for n in range(4):
+        for k, r in enumerate((owners == n).nonzero().flatten().tolist()):
+            for c in range(3):
+                found = torch.autograd.grad(rows[r, c], parameters, retain_graph=True)
+                for whole, part in zip(expected, found, strict=True):
+                    whole[n, k, c] = part
+    extend(net), extend(outputs)
+    with backpack(Jacobians(chosen, chunk_size=chunk_size), NTK(chosen), gradient="none"):
+        outputs(MERGED[kind](net(x))).backward()
+    for p, whole in zip(parameters, expected, strict=True):
+        rows_of = whole.flatten(1, 2)[slice(None) if chosen is None else chosen]
+        oracle.assert_close(p.jacobians, rows_of)
+        flat = rows_of.flatten(2)
+        oracle.assert_close(p.ntk, torch.einsum("ncp,mdp->ncmd", flat, flat))

@@ -157,6 +157,8 @@ def score(
 
     if output is not None and output.suffix not in (".safetensors", ".csv"):
         raise UsageError(f"--output must end with .safetensors or .csv. Got {output.name!r}.")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise UsageError(f"--output must be a file in a folder that exists. Got {output}.")
     settings = (text, prompt, name, batch_size, length)
     net, texts = _loaded(model, data, parameters, *settings)
     asked = _texts(queries, texts.tokenizer, *settings[:-1], texts.length)

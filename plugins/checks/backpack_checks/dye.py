@@ -37,9 +37,10 @@ from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.apart import cross_columns
 from backpack_operations.batch import is_doubtful
-from backpack_operations.owners import Owners
+from backpack_operations.owners import Owners, rows_at_loss
 from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import Columns, Root
+from backpack_products.loss import HessianLossRule
 from backpack_products.parametric import ParametricRule
 from backpack_products.values import rounding_unit
 
@@ -88,7 +89,13 @@ class DyePropagator(Propagator):
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at a loss; :meth:`cross` weights it where samples begin."""
         assert view.grad_output is not None
-        edge = self._survey.sites[view.call, view.index].edge
+        key, survey = (view.call, view.index), self._survey
+        edge = survey.sites[key].edge
+        if self._question.is_per_sample and isinstance(rule, HessianLossRule):
+            is_usual = view.positions == 1 and not (survey.is_told or self._owners.are_moved)
+            owners = None if is_usual else rows_at_loss(survey, key)
+            if is_usual or owners is not None:
+                rule.check_apart(view, owners)
         return self.begin(view.grad_output, edge, IN_LOSS, (view.path,))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:

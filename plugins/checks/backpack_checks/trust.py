@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
 from backpack_core._torch import Node
@@ -21,6 +23,7 @@ from backpack_operations import nodes
 from backpack_operations.paths import reached_past_losses
 from backpack_operations.plan import plans
 from backpack_operations.received import ModelRun
+from backpack_operations.structure import inside_of
 from backpack_operations.survey import GraphSurvey
 from backpack_products.values import is_symbolic
 
@@ -106,11 +109,11 @@ def trust_in(survey: Survey, question: Question) -> Trust | None:
 def known_of(survey: Survey, asked: Hashable) -> Trust:
     """What earlier passes of the same structure showed; counts this pass.
 
-    A structure consists of the calls, the nodes between them with their axes, what leads to what,
-    train or eval mode, the axes that are as long as the batch, which calls received the model's
-    input, which return tables, and the classes of modules, of their tensors and of modes around the
-    model, since these may replace functions. Sizes do not count, so that padding to another length
-    keeps the structure.
+    A structure consists of the calls, the nodes between them with their axes (and those inside of
+    calls that run code of users), what leads to what, train or eval mode, the axes that are as long
+    as the batch, which calls received the model's input, which return tables, and the classes of
+    modules, of their tensors and of modes around the model, since these may replace functions.
+    Sizes do not count, so that padding to another length keeps the structure.
 
     Args:
         survey: The graph.
@@ -151,7 +154,9 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         modes = call.run.modes if isinstance(call.run, ModelRun) else ()
         data = *received, site.edge.node in tables
         own = call.path, index, call.training, kinds, modes, data
-        calls.append((*own, *axes, *operands(call.edges)))
+        inside = inside_of(call, site.edge.node) if call.rule.calls_others else ()
+        asked = [tuple(map(is_batch, f)) if type(f) is torch.Size else f for f in inside]
+        calls.append((*own, *axes, *operands(call.edges), *asked))
     if not isinstance(survey, GraphSurvey):
         return (*calls,)
     operations, is_readable = list[tuple[object, ...]](), survey.is_readable

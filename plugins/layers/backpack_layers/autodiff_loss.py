@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.nn import Module
+from torch.random import fork_rng
 
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.record.nested import map_tensors
@@ -103,8 +104,16 @@ class AutodiffLoss(Module):
         """The loss, a number; without a reduction ``[N]``.
 
         Raises:
-            UsageError: The function did not return a number or the losses of the samples.
+            UsageError: The output is not one tensor with samples, or the function did not return a
+                number or the losses of the samples.
         """
+        given: Any = output
+        if not isinstance(given, Tensor) or not given.dim():
+            raise UsageError(
+                "AutodiffLoss takes one tensor with samples, [N, *], as the output. If the model "
+                "returns several, join them, torch.cat([a, b], 1), and take them apart in the "
+                f"function. Got {'[]' if isinstance(given, Tensor) else type(given).__name__}."
+            )
         losses: Any = self.function(output, *arguments, **keywords)
         if not isinstance(losses, Tensor) or (losses.dim() and len(losses) != len(output)):
             raise UsageError(
@@ -149,6 +158,18 @@ class AutodiffLossRule(HessianLossRule):
     def normalisation(self, view: View) -> float:
         """A mean is over samples."""
         return _module(view).normalisation(view.full.input)
+
+    def check_apart(self, view: View, owners: Tensor | None) -> None:
+        """Measure whether the gradient of some samples depends on others, where it has one."""
+        x = view.full.input
+        # It may draw random numbers, which those of the pass do not depend on.
+        with fork_rng([x.device] if x.device.type == "cuda" else []):
+            try:
+                _see_apart(view, *self._gradient_again(view), owners)
+            except SampleMixingError:
+                raise
+            except RuntimeError:  # torch has no second derivative
+                return
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         x, gradient = self._gradient(view)
@@ -229,6 +250,13 @@ class AutodiffLossRule(HessianLossRule):
         return found
 
     def _differentiate(self, view: View) -> tuple[Tensor, Tensor]:
+        x, gradient = self._gradient_again(view)
+        if view.is_measured:
+            _see_same(view, gradient, self._gradient_again(view)[1])
+            _see_apart(view, x, gradient)
+        return x, gradient
+
+    def _gradient_again(self, view: View) -> tuple[Tensor, Tensor]:
         whole = view.full
         x = whole.input
         if not (view.is_differentiable and x.requires_grad):
@@ -238,8 +266,6 @@ class AutodiffLossRule(HessianLossRule):
         with disable(), torch.enable_grad():
             value = whole.module(*args, **kwargs).sum()
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-        if view.is_measured:
-            _see_apart(view, x, gradient)
         return x, gradient
 
 
@@ -268,18 +294,31 @@ def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:
     return product
 
 
-def _see_apart(view: View, x: Tensor, gradient: Tensor) -> None:
-    """Raise if the gradient of some samples depends on others."""
+def _see_same(view: View, gradient: Tensor, again: Tensor) -> None:
+    """Raise if two runs of the loss differ: the forward pass was a third one."""
+    first, second = gradient.detach(), again.detach()
+    bound = torch.finfo(first.dtype).eps ** 0.6 * first.abs().sum()
+    if any_of((second - first).abs() > bound):
+        raise UnsupportedError(
+            f"{view.path} gives another loss when it runs again, as if it drew random numbers, so "
+            "its Hessian would be that of another loss. Draw the numbers before, and pass them to "
+            "the loss as an argument, or use HMP, which does not run it again."
+        )
+
+
+def _see_apart(view: View, x: Tensor, gradient: Tensor, owners: Tensor | None = None) -> None:
+    """Raise if the gradient of some samples depends on others; rows are samples, or have owners."""
     if len(x) < 2:
         return
-    chosen = (torch.arange(len(x), device=x.device) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1))
+    owners = torch.arange(len(x)) if owners is None else owners
+    chosen = (owners.to(x.device) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1))
     generator = torch.Generator(x.device).manual_seed(0)
     noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) + 0.5
     product = _differentiated(gradient, x, (noise * chosen).unsqueeze(0))[0]
     spilt = (product * ~chosen).abs().amax()
     if any_of(spilt > 1e3 * torch.finfo(x.dtype).eps * product.abs().amax()):
         raise SampleMixingError(
-            f"{view.path} makes samples influence each other, so it has no Hessian for each of "
-            "them. Return the loss of each sample (compute a Dice loss or a ratio by sample, not "
-            "from sums over the batch), or use HMP, which needs no samples."
+            f"{view.path} makes samples influence each other, so no sample has a gradient or a "
+            "Hessian of its own. Return the loss of each sample (compute a Dice loss or a ratio by "
+            "sample, not from sums over the batch), or use HMP, which needs no samples."
         )

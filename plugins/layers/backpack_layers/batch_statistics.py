@@ -13,6 +13,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_products.values import at_least_single
 
 _STATISTICS: Final = ("running_mean", "running_var")
 _held: WeakSet[Module] = WeakSet()
@@ -102,7 +103,11 @@ class _Held:
         with torch.no_grad():
             type(norm).forward(norm, x)  # checks the input, and updates the running statistics
             axes = [axis for axis in range(x.dim()) if axis != 1]
-            variance, mean = torch.var_mean(x, axes, correction=0)
+            # An input may be of half precision, and all else in single, as under autocast.
+            own = [t for t in (norm.running_mean, norm.weight) if t is not None]
+            dtype = own[0].dtype if own else x.dtype
+            pair = torch.var_mean(at_least_single(x), axes, correction=0)
+            variance, mean = (t.to(dtype) for t in pair)
         self._before = {name: norm._buffers[name] for name in _STATISTICS}
         self._mode, norm.training = norm.training, False
         norm._buffers.update(zip(_STATISTICS, (mean, variance), strict=True))

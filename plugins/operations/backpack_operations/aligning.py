@@ -160,7 +160,7 @@ def _refusal_of_rows(survey: GraphSurvey, call: Call, index: int) -> BackpackErr
     That helps with a single sample (a step of a loop, with the time in front), and with rows that
     are single numbers (the indices of bags with offsets).
     """
-    if call.rule.is_loss or call.is_released or not survey.trained[call]:
+    if call.rule.is_loss or call.is_released:
         return None
     is_clear = survey.batch_size == 1 or call.stored.inputs[0].dim() == 1
     return _refusal(call, index) if is_clear else None
@@ -186,11 +186,12 @@ def _open(survey: GraphSurvey, keys: list[tuple[Call, int]], owners: Owners) -> 
     regrouped by sample.
     """
     for call, index in keys:
-        if call.rule.is_loss or call.is_released or not survey.trained[call]:
+        if call.rule.is_loss or call.is_released:
             continue
+        is_trained = bool(survey.trained[call])
         if call in survey.opened:
             survey.disown(call)
-        elif owners.received_elsewhere(call) or not _accepts(call, index):
+        elif (is_trained and owners.received_elsewhere(call)) or not _accepts(call, index):
             look_inside(survey, survey.sites[call, index])
 
 

@@ -98,6 +98,8 @@ class Structure:
                 call, index = found
                 sites[found] = Site(call, index, Edge(node, number))
                 further = self._note(call, index)
+                if call.rule.calls_others:
+                    facts += inside_of(call, node)
                 if call.rule.transparent:
                     further = self._pass(node, region)  # the output's own node is met from outside
                     region = (call, *region)
@@ -242,6 +244,31 @@ class Structure:
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
+
+
+def inside_of(call: Call, output: Node) -> list[Any]:
+    """Facts about the operations inside of a call, of which settings tell nothing.
+
+    Args:
+        call: A call whose module calls code of users.
+        output: The node of an output of the call.
+    """
+    inputs = {edge[:2]: ~number for number, edge in enumerate(call.edges) if edge is not None}
+    numbers, todo, facts = {output: 0}, [output], list[Any]()
+    for node in todo:
+        facts += type(node), *nodes.settings_of(node)
+        if call.is_readable and nodes.has_indices(type(node)):
+            facts.append(nodes.axes_indexed(node))
+        facts += [torch.Size(metadata.shape) for metadata in node._input_metadata]
+        for child, number in node.next_functions:
+            if child is None or (child, number) in inputs:
+                facts.append(None if child is None else inputs[child, number])
+                continue
+            if child not in numbers:
+                numbers[child] = len(todo)
+                todo.append(child)
+            facts += numbers[child], number
+    return facts
 
 
 def _why_unreadable(call: Call) -> str:

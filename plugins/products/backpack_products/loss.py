@@ -49,6 +49,19 @@ class HessianLossRule(SecondOrderRule, LossRule):
         """
         return False
 
+    def check_apart(self, view: View, owners: Tensor | None) -> None:
+        """Refuse a loss that is not a sum over samples; asked in passes that are measured.
+
+        Default: nothing is looked at, since the loss is one by contract.
+
+        Args:
+            view: The loss call.
+            owners: The sample of each row of the input, ``[R]``; ``None`` if each is a sample.
+
+        Raises:
+            SampleMixingError: Samples influence each other in the loss.
+        """
+
     @abstractmethod
     def _sqrt_hessian(self, view: View) -> Tensor:
         """Columns ``S`` with ``∇²ℓ_n = Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[V, N, *in]``."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core import LossRule, View
@@ -38,6 +39,12 @@ class OutputRows(ColumnPropagator):
     def start(self, rule: LossRule, view: View) -> Columns:
         """``[C, N, *in]`` for an input ``[N, *in]`` of ``C`` numbers each."""
         return Columns.start("output", unit_vectors(view.input))
+
+    def split_positions(self, quantity: Columns, owners: Tensor | None, samples: int) -> Columns:
+        """The numbers of a sample's first entry come first, as they do in memory."""
+        split = super().split_positions(quantity, owners, samples)
+        numbers = len(quantity.mat)
+        return Columns.start("output", rearrange(split.mat, "(c k) ... -> (k c) ...", c=numbers))
 
 
 class _OfOutput(SecondOrderExtension):
@@ -82,6 +89,10 @@ class Jacobians(_OfOutput):
     extended loss receives, with the ``C`` numbers of a sample in the order of memory. They do not
     depend on the loss or its scale. Without a loss, use
     :class:`~backpack_secondorder.outputs.SumOutputs`.
+
+    If a sample has several rows at the loss (``logits.flatten(0, 1)``), its numbers are those of
+    its first row, then of the next. Where samples have different numbers of rows, the last ones of
+    a sample with fewer are zero.
 
     Rows go through the net in chunks, so a pass takes little more memory than the result. For
     products with a Jacobian that is not formed, take

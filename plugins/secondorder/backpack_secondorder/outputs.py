@@ -45,7 +45,14 @@ class SumOutputs(Module):
 
         Raises:
             UnsupportedError: The output is complex.
+            UsageError: It is not one tensor.
         """
+        given: object = output
+        if not isinstance(given, Tensor):
+            raise UsageError(
+                "SumOutputs takes one tensor, [N, *]. If the model returns several, join them: "
+                f"SumOutputs()(torch.cat([a, b], 1)). Got {type(given).__name__}."
+            )
         if output.is_complex():
             raise UnsupportedError(
                 "The output is complex, and a derivative in real parameters has two rows for each "

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack_interplay.checkpoints import unpacking_again
 from backpack_operations.fused import weight_norm
+from backpack_operations.nodes import shape_of
 from backpack_operations.order import behind
 from backpack_secondorder.convolution_again import of_convolution
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
@@ -63,13 +64,20 @@ def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
     """A block that makes nodes behind some outputs return the results of formulas."""
     starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
     nodes = {*behind(starts), *filter(None, starts)}
-    known = ((node, formulas.get(node.name())) for node in nodes)
+    known = ((node, _formula_of(node, formulas)) for node in nodes)
     hooks = [hook for node, formula in known if formula for hook in _replaced(node, formula)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _formula_of(node: Node, formulas: Formulas) -> Callable[..., Grads] | None:
+    name = node.name()
+    if name in OF_NOTHING and not shape_of(node, 0).numel():
+        return OF_NOTHING[name]
+    return formulas.get(name)
 
 
 def _replaced(node: Node, formula: Callable[..., Grads]) -> tuple[RemovableHandle, RemovableHandle]:
@@ -106,6 +114,15 @@ def _binary_cross_entropy(node: Any, arrived: Tensor | None) -> Grads:
     return scale * (p - target) / ((1 - p) * p).clamp(min=1e-12), scale * (logs[0] - logs[1])
 
 
+def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
+    """A table of zeros: torch cannot differentiate the gradient of a look-up of nothing."""
+    if arrived is None:
+        return (None,)
+    features = arrived.shape[-1]
+    zeros = arrived.new_zeros(int(node._saved_weight_sym_argsize_0), features)
+    return (zeros.index_add(0, node._saved_indices.flatten(), arrived.reshape(0, features)),)
+
+
 FORMULAS: Formulas = {
     "BinaryCrossEntropyBackward0": _binary_cross_entropy,
     "WeightNormInterfaceBackward0": _weight_norm,
@@ -114,5 +131,7 @@ FORMULAS: Formulas = {
     "CudnnBatchNormBackwardBackward0": of_cudnn_batch_norm,
     **dict.fromkeys(NAMES, of_fused_attention),
 }
+# For outputs without entries, as a batch without samples has.
+OF_NOTHING: Formulas = {"EmbeddingBackward0": _of_no_rows}
 # Torch's is right, too, but this one is faster.
 OF_VECTORS: Formulas = {"ConvolutionBackward0": of_convolution}
