@@ -114,7 +114,8 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
             return index
         index = range(samples)[index]  # tensors cannot be read backwards
     if isinstance(index, Iterable) and not isinstance(index, Tensor):  # arrays of NumPy, too
-        chosen = torch.as_tensor([*index], device=device)
+        numbers = index.tolist() if hasattr(index, "tolist") else [*index]
+        chosen = torch.as_tensor(numbers, device=device)
         index = chosen if len(chosen) else chosen.long()
     if isinstance(index, Tensor):
         if index.dim() > 1 or (index.dtype == torch.bool and index.shape != (samples,)):
