@@ -17,12 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
+from torch import distributed
 
 # Of a library, only what any process of it imports.
 PRELOADED = ["torch.distributed.fsdp", "backpack_core.extensions", "backpack_data"]
@@ -127,3 +129,29 @@ def run_ranks(
             for each in started.processes:
                 each.kill()
             raise TimeoutError(f"Ranks {waiting} were not through after {limit} seconds.")
+
+
+def on_ranks(
+    function: Callable[..., object], folder: Path, *arguments: Any, ranks: int = 2
+) -> list[Any]:
+    """What a function returns on each rank of a group of processes, in double precision.
+
+    Args:
+        function: Of a module. It is told its rank first.
+        folder: An empty folder.
+        arguments: What it is told next.
+        ranks: How many processes.
+    """
+    run_ranks(_in_group, function, folder, arguments, ranks, ranks=ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def _in_group(
+    rank: int, function: Callable[..., object], folder: Path, arguments: Any, ranks: int
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    store, limit = f"file://{folder}/store", timedelta(seconds=60)
+    distributed.init_process_group("gloo", store, limit, world_size=ranks, rank=rank)
+    torch.save(function(rank, *arguments), folder / f"{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()

@@ -174,7 +174,7 @@ class _Run:
         modules = [m for m in (self.model, self.lossfunc) if isinstance(m, Module)]
         self.plugins = fingerprint(modules, extensions)
         if self.group is not None:
-            self.compared = about(self.model, has_values=not self.is_sharded)
+            self.compared = about(self.model)
             self.compared["The list of extensions"] = ", ".join(named(extensions))
         firsts = [declaration(extension).first_pass(extension) for extension in extensions]
         known: list[dict[Tensor, Any]] = [{} for _ in extensions]

@@ -16,9 +16,11 @@ from backpack_core import Extension
 from backpack_core.errors import UsageError
 from backpack_core.record.nested import iter_tensors
 from backpack_data import files
-from backpack_data.settings import checksum, plain_settings, qualified, settings_of
+from backpack_data.settings import plain_settings, qualified, settings_of
+from backpack_data.shards import local
 from backpack_data.states import States
 from backpack_products.fingerprint import Fingerprint, agreed
+from backpack_products.ranks import checksum
 
 
 class Checkpoint:
@@ -121,7 +123,7 @@ class Checkpoint:
         if place == self._resumed:
             self._resume(number, place, self._about.get(f"all {number}", False))
         for tensor in iter_tensors(batch):
-            self._checksum = checksum(tensor, self._checksum)
+            self._checksum = checksum(local(tensor), self._checksum)
 
     def after(self, number: int, done: int, states: States) -> None:
         """Write the file after every ``every`` batches."""
@@ -171,7 +173,7 @@ class Checkpoint:
     def _buffers(self) -> dict[str, str]:
         """Checksums of the buffers of model and loss."""
         return {
-            f"buffer {name} of the {role}": f"{checksum(buffer, 0):08x}"
+            f"buffer {name} of the {role}": f"{checksum(local(buffer)):08x}"
             for role, module in self._held.items()
             for name, buffer in module.named_buffers()
         }
@@ -212,7 +214,7 @@ def _fingerprint(model: Module) -> str:
     digest = zlib.crc32(repr((modes, buffers)).encode())
     for name, tensor in model.named_parameters():
         about = f"{name} {list(tensor.shape)} {tensor.requires_grad}"
-        digest = checksum(tensor.detach(), zlib.crc32(about.encode(), digest))
+        digest = checksum(local(tensor), zlib.crc32(about.encode(), digest))
     return f"{digest:08x}"
 
 

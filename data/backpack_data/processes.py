@@ -204,7 +204,7 @@ class InStep:
     def _meet(self, said: int) -> bool:
         """Whether any process has a batch; all say what they have."""
         assert self._group is not None
-        found = largest_of(said, self._group)
+        (found,) = largest_of([said], self._group)
         if found == HAS_FAILED and said != HAS_FAILED:
             self._heartbeat.wait("lost")  # learns which one it was
         return found == HAS_BATCH

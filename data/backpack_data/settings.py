@@ -1,9 +1,8 @@
-"""Settings of losses and extensions in words, and checksums of tensors: what tells runs apart."""
+"""Settings of losses and extensions in words: what tells runs apart."""
 
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
@@ -14,6 +13,7 @@ from torch.nn import Module
 
 from backpack_core import Extension, Propagator
 from backpack_data.shards import local
+from backpack_products.ranks import checksum
 
 _WORDS: Final = (
     *(str, int, float, complex, bytes, type(None), Enum, Propagator),
@@ -54,7 +54,7 @@ def _told(value: Any, deepest: int) -> str:
     if isinstance(value, _WORDS):
         return repr(value)
     if isinstance(value, Tensor):
-        return f"tensor {checksum(value, 0):08x}"
+        return f"tensor {checksum(local(value)):08x}"
     if hasattr(value, "__qualname__") or not deepest:  # a function, a class
         return qualified(value)
     if hasattr(value, "state_dict"):  # gradients as products, matrices
@@ -72,14 +72,3 @@ def _told(value: Any, deepest: int) -> str:
     attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
     attributes |= getattr(value, "__dict__", {})
     return f"{qualified(value)}{_told(attributes, deepest - 1)}"
-
-
-def checksum(tensor: Tensor, digest: int) -> int:
-    """The checksum continued by the bytes of a tensor; of a sparse one, by its shape alone."""
-    digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest)
-    if tensor.layout is not torch.strided:
-        return digest
-    flat = local(tensor.detach()).cpu().reshape(-1)
-    # A copy: one entry may have any stride otherwise.
-    data = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return zlib.crc32(data.numpy().tobytes(), digest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from backpack_core import extend
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.extensions import EKFAC, KFLR, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_data import Quantities, accumulate, combined
-from tests.forks import run_ranks
+from tests.forks import on_ranks
 
 pytestmark = [
     pytest.mark.host("gloo joins tensors of there"),
@@ -43,21 +42,6 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 def found(loader: Any, *extensions: Any, model: nn.Module | None = None, **options: Any) -> Any:
     settings: dict[str, Any] = {"progress": False, "timeout": 20.0, **options}
     return accumulate(model or net(), nn.CrossEntropyLoss(), loader, *extensions, **settings)
-
-
-def in_group(rank: int, work: str, ranks: int, folder: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-    store, limit = f"file://{folder}/store", timedelta(seconds=60)
-    distributed.init_process_group("gloo", store, limit, world_size=ranks, rank=rank)
-    torch.save(WORK[work](rank, folder), folder / f"{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def on_ranks(work: Callable[..., Any], folder: Path, ranks: int = 2) -> list[Any]:
-    """What a function returns on each rank."""
-    run_ranks(in_group, work.__name__, ranks, folder, ranks=ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def said(run: Callable[[], Any]) -> str:
@@ -107,7 +91,7 @@ def different(rank: int, folder: Path) -> dict[str, str]:
 
 
 def test_models_and_extensions_that_differ(tmp_path: Path) -> None:
-    for texts in on_ranks(different, tmp_path):
+    for texts in on_ranks(different, tmp_path, tmp_path):
         for name, text in texts.items():
             assert "differs between processes of the group" in text, name
             if name != "precision/combined":
@@ -128,7 +112,7 @@ def part_first(rank: int, folder: Path) -> Any:
 
 def test_runs_of_some_ranks_do_not_count_in_those_of_others(tmp_path: Path) -> None:
     whole = found([batch for rank in range(3) for batch in batches(rank)], DiagGGNExact())
-    for tensors in on_ranks(part_first, tmp_path, 3):
+    for tensors in on_ranks(part_first, tmp_path, tmp_path, ranks=3):
         for name, wanted in whole.tensors().items():
             assert torch.allclose(tensors[name], wanted, rtol=1e-12)
 
@@ -146,7 +130,7 @@ def changed_data(rank: int, folder: Path) -> str:
 
 
 def test_a_second_pass_does_not_go_on_with_another_first_one(tmp_path: Path) -> None:
-    for text in on_ranks(changed_data, tmp_path):
+    for text in on_ranks(changed_data, tmp_path, tmp_path):
         assert "pass 1 uses what the pass before it has found" in text
 
 
@@ -162,7 +146,7 @@ def groups_apart(rank: int, folder: Path) -> tuple[Any, Any]:
 
 
 def test_groups_have_files_of_their_own(tmp_path: Path) -> None:
-    for rank, (first, again) in enumerate(on_ranks(groups_apart, tmp_path)):
+    for rank, (first, again) in enumerate(on_ranks(groups_apart, tmp_path, tmp_path)):
         wanted = found(batches(rank), KFLR()).tensors()
         assert all(torch.equal(first[name], again[name]) for name in wanted)
         assert all(torch.allclose(first[name], wanted[name]) for name in wanted)
@@ -211,7 +195,7 @@ def sampled(rank: int, folder: Path) -> Any:
 
 def test_samples_are_counted_and_not_targets(tmp_path: Path) -> None:
     whole = positions([texts().tensors]).tensors()
-    for tensors, count in on_ranks(sampled, tmp_path):
+    for tensors, count in on_ranks(sampled, tmp_path, tmp_path):
         assert count == 9
         for name, wanted in whole.items():
             assert torch.allclose(tensors[name], wanted, rtol=1e-12)
@@ -226,14 +210,8 @@ def not_members(rank: int, folder: Path) -> list[str]:
 
 
 def test_what_is_no_group_of_this_rank(tmp_path: Path) -> None:
-    for texts in on_ranks(not_members, tmp_path):
+    for texts in on_ranks(not_members, tmp_path, tmp_path):
         for text in texts:
             assert "process_group=" in text
     with pytest.raises(UsageError, match="after init_process_group"):
         found(batches(0), KFLR(), process_group=0)
-
-
-WORK: dict[str, Callable[..., Any]] = {
-    work.__name__: work
-    for work in (different, part_first, changed_data, groups_apart, sampled, not_members)
-}

@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from backpack_core import extend
 from backpack_core.errors import UsageError
 from backpack_optimizers import EKFAC, KFAC, GaussNewton
 from backpack_secondorder.over_data import GGN
-from tests.forks import run_ranks
+from tests.forks import on_ranks
 from tests.optimizers.problems import problem, train, values
 
 pytestmark = [
@@ -33,21 +32,6 @@ pytestmark = [
 
 
 KINDS: tuple[Any, ...] = (KFAC, EKFAC, GaussNewton)
-
-
-def in_group(rank: int, work: str, folder: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-    store, limit = f"file://{folder}/store", timedelta(seconds=60)
-    distributed.init_process_group("gloo", store, limit, world_size=2, rank=rank)
-    torch.save(WORK[work](rank), folder / f"{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def on_ranks(work: Callable[..., Any], folder: Path) -> list[Any]:
-    """What a function returns on each of two ranks."""
-    run_ranks(in_group, work.__name__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def said(run: Callable[[], Any]) -> str:
@@ -242,8 +226,3 @@ def test_nobody_waits_for_a_process_that_failed(tmp_path: Path) -> None:
     assert "gave no batch" in own_empty
     assert "Two passes over the loader differ" in own_moved
     assert all("is not in process_group" in text for text in no_member)
-
-
-WORK: dict[str, Callable[..., Any]] = {
-    work.__name__: work for work in (different, replicas, resumed, alone_failing)
-}

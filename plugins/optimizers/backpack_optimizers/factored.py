@@ -290,9 +290,8 @@ class FactoredOptimizer(GroupedOptimizer):
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
             if self._group is not None:
-                processes.require_alike(
-                    [], self._joined, self._group
-                )  # others would wait for this one
+                # Others would wait for this one.
+                processes.require_alike([], self._joined, self._group)
             raise UsageError(
                 f"Step {self.steps + 1} needs curvature, but no pass with a sample ran in a block "
                 "of this optimizer since the last step: write with optimizer.curvature(): "

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from backpack_core.errors import UsageError
 from backpack_optimizers.passes import Factors, Joined
+from backpack_products.ranks import largest_of
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.matrix import CurvatureMatrix
@@ -121,11 +122,9 @@ def require_alike(forms: Sequence[Any], total: Joined, group: distributed.Proces
 
 def _alike(numbers: Sequence[float], group: distributed.ProcessGroup) -> list[bool]:
     """Which of some numbers are the same on all processes, up to rounding."""
-    both = torch.tensor([[n, -n] for n in numbers], dtype=torch.float64)
-    if distributed.get_backend(group) == "nccl":
-        both = both.cuda()
-    distributed.all_reduce(both, distributed.ReduceOp.MAX, group=group)
-    return [isclose(most, -least) for most, least in both.tolist()]
+    found = largest_of([*numbers, *[-number for number in numbers]], group)
+    most, least = found[: len(numbers)], found[len(numbers) :]
+    return [isclose(one, -other) for one, other in zip(most, least, strict=True)]
 
 
 def inverted(

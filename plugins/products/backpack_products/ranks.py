@@ -7,8 +7,9 @@ different sizes, a process waits for the others, or is ended by the backend.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
 from typing import Any
 
 import torch
@@ -110,52 +111,59 @@ def failing_together(group: distributed.ProcessGroup | None) -> Iterator[None]:
     except Exception:
         if group is not None:
             with suppress(RuntimeError):
-                largest_of(1, group)
+                largest_of([1], group)
         raise
-    if group is not None and largest_of(0, group):
+    if group is not None and any(largest_of([0], group)):
         raise UsageError(
             "Another process of the group raised an error in this pass, so no process has a "
             "result. Remove the cause that it names itself, and start all processes again."
         )
 
 
-def largest_of(number: int, group: distributed.ProcessGroup) -> int:
-    """The largest of the numbers that the processes of a group give."""
+def largest_of(numbers: Sequence[float], group: distributed.ProcessGroup) -> list[float]:
+    """The largest of what the processes of a group give, for each of some numbers."""
     is_nccl = distributed.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
-    found = torch.tensor([number], device=device)
+    found = torch.tensor(numbers, dtype=torch.float64, device=device)
     distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
-    return int(found.item())
+    return [float(number) for number in found.tolist()]
 
 
-def about(model: Module, has_values: bool = True) -> dict[str, str]:
+def about(model: Module) -> dict[str, str]:
     """What processes compare of a model: parameters by name, and modes.
 
-    Args:
-        model: The model, the same on all processes.
-        has_values: Whether values are compared; not if each process has a part of them.
+    Values are compared, too, except for parameters of which each process has a part.
     """
     named = [*model.named_parameters()]
-    found = {
+    return {
         "The model": str({name: [*p.shape] for name, p in named}),
         "The precision of the model": str({name: str(p.dtype) for name, p in named}),
         "The list of trained parameters": str([name for name, p in named if p.requires_grad]),
         "The list of modules in train mode": str(
             [n for n, m in model.named_modules() if m.training]
         ),
+        "The checksum of the parameters": digest(
+            p for _, p in named if not hasattr(p, "placements")
+        ),
     }
-    if has_values:
-        found["The checksum of the parameters"] = digest(p for _, p in named)
-    return found
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A checksum of tensors: of types, shapes and bytes."""
-    found = 0
-    for tensor in tensors:
-        found = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), found)
-        if tensor.layout is not torch.strided:
-            continue
-        flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-        found = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), found)
-    return f"{found:08x}"
+    """The :func:`checksum` of several tensors, in words."""
+    return f"{reduce(lambda before, tensor: checksum(tensor, before), tensors, 0):08x}"
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """A checksum of type, shape and bytes; of a sparse tensor, of its type and shape alone.
+
+    Args:
+        tensor: The tensor.
+        before: The checksum that this one continues.
+    """
+    found = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), before)
+    if tensor.layout is not torch.strided:
+        return found
+    flat = tensor.detach().cpu().reshape(-1)
+    # A copy: one entry may have any stride otherwise.
+    data = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return zlib.crc32(data.numpy().tobytes(), found)

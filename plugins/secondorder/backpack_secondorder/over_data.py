@@ -194,9 +194,8 @@ class DataOperator(LinearOperator):
         """
         if self._group is None or self._is_compared:
             return
-        has_values = not any(hasattr(p, "placements") for p in self._model.parameters())
         require_same(
-            {**about(self._model, has_values), "The list of parameters of the matrix": self.names},
+            {**about(self._model), "The list of parameters of the matrix": self.names},
             self._group,
             "A sum over them would be the matrix of no model: give all of them the same one, by "
             "DistributedDataParallel, for example, or from the same seed or checkpoint.",
