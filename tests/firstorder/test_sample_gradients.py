@@ -601,6 +601,12 @@ def test_indices_that_are_none() -> None:
     for index in (torch.tensor([[0, 1]]), torch.tensor([True]), [True, False]):
         with pytest.raises(IndexError, match="There are 4 samples"):
             gradients[index]
+    for strange in ((0, 1), "weight", (slice(None), 2)):
+        with pytest.raises(IndexError, match="indexed by sample alone"):
+            gradients[strange]  # type: ignore[index]
+    for floats in ([0.5, 1.0], torch.ones(2)):
+        with pytest.raises(IndexError, match=r"of torch\.float"):
+            gradients[floats]  # type: ignore[index]
     assert gradients[[True, False, True, False]].shape == (2, 3)
     close(gradients.weighted_sum([1.0, 2.0, 0.0, 1.0]), torch.full((3,), 4.0))  # type: ignore[arg-type]
 
@@ -612,9 +618,9 @@ def test_indices_of_every_kind(form: str) -> None:
     if form == "factors":
         out, inp = torch.randn(4, 2, 3), torch.randn(4, 2, 2)
         gradients, dense = SampleGradients.from_factors(out, inp), out.mT @ inp
-    places: list[Any] = [slice(None, None, -1), slice(3, 0, -2), range(3, 1, -1), (2, 0)]
+    places: list[Any] = [slice(None, None, -1), slice(3, 0, -2), range(3, 1, -1), [2, 0]]
     for index in (*places, np.array([3, 1]), np.array([True, False, True, True])):
-        wanted = dense.numpy()[[*index] if isinstance(index, (range, tuple)) else index]
+        wanted = dense.numpy()[[*index] if isinstance(index, range) else index]
         close(gradients[index].dense(), torch.as_tensor(wanted.copy()))
     close(gradients[np.int64(2)].dense(), dense[2:3])
 

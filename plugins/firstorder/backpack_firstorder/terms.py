@@ -107,21 +107,27 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
     """The index that chooses samples of a term, from any index of a user; a number chooses one.
 
     Raises:
-        IndexError: No sample has this number.
+        IndexError: No sample has this number, or the index has several axes or is no number.
     """
     if isinstance(index, slice):
         if index.step is None or index.step > 0:
             return index
         index = range(samples)[index]  # tensors cannot be read backwards
+    if isinstance(index, (tuple, str)):
+        raise IndexError(
+            f"Gradients are indexed by sample alone: [0, 1], a list, for two samples, and "
+            f".dense()[0, 1] for a part of one. Got {index!r:.80}."
+        )
     if isinstance(index, Iterable) and not isinstance(index, Tensor):  # arrays of NumPy, too
         numbers = index.tolist() if hasattr(index, "tolist") else [*index]
         chosen = torch.as_tensor(numbers, device=device)
         index = chosen if len(chosen) else chosen.long()
     if isinstance(index, Tensor):
-        if index.dim() > 1 or (index.dtype == torch.bool and index.shape != (samples,)):
+        is_mask = index.dtype == torch.bool
+        if index.dim() > 1 or (is_mask and index.shape != (samples,)) or index.is_floating_point():
             raise IndexError(
                 f"There are {samples} samples. Give places, [n], or a mask of that length. Got "
-                f"{[*index.shape]}."
+                f"{[*index.shape]} of {index.dtype}."
             )
         return index.to(device).reshape(-1)
     number = operator.index(index)
