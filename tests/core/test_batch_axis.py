@@ -319,3 +319,17 @@ def test_a_module_with_parameters_of_its_own(
     for parameter, own in zip(model.parameters(), zip(*expected, strict=True), strict=True):
         if own[0] is not None:
             oracle.assert_close(parameter.grad_batch, torch.stack(own))
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [Tensor.t, lambda x: x.transpose(0, -1), lambda x: x.permute(0), lambda x: x.movedim(0, 0)],
+    ids=["t", "transpose", "permute", "movedim"],
+)
+def test_one_axis_cannot_be_turned(turn: Callable[[Tensor], Tensor]) -> None:
+    model, lossfunc = extend(nn.Linear(D, 1)), extend(nn.MSELoss())
+    x, y = torch.randn(4, D), torch.randn(4)
+    with backpack(BatchGrad()):
+        lossfunc(turn(model(x).squeeze(1)), y).backward()
+    residual = 2 / 4 * (model(x).squeeze(1) - y)
+    assert torch.allclose(model.weight.grad_batch[:, 0], residual[:, None] * x)

@@ -295,8 +295,10 @@ def rows_of(node: Node) -> tuple[Tensor | None, int]:
 
 def order_of(node: Node, count: int) -> list[int]:
     """The permutation of an operation of :data:`TURNS`, as a list for ``Tensor.permute``."""
-    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in axes_of(node)]
     order = [*range(count)]
+    if count < 2:
+        return order
+    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in axes_of(node)]
     if operation_of(node) == "Permute":
         return axes
     for axis, other in zip(axes, reversed(axes), strict=True):
