@@ -101,3 +101,36 @@ def test_what_the_message_says_is_exact() -> None:
     with backpack(BatchGrad(), DiagGGNExact()):
         ((-model.s).exp().detach() * lossfunc(model(x), y)).backward()
     assert_close(model.head.bias.diag_ggn_exact, (-model.s.detach()).exp().expand(2))
+
+
+class Fused(torch.autograd.Function):
+    """A linear layer and a loss, whose forward pass computes the gradients of both operands."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        with torch.enable_grad():
+            operands = [t.detach().requires_grad_() for t in (inputs, weight)]
+            loss = (operands[0] @ operands[1].T - y).square().sum()
+            ctx.save_for_backward(*torch.autograd.grad(loss, operands))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return tuple(grad * saved for saved in ctx.saved_tensors)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_loss_that_is_fused_with_the_head(is_trained: bool) -> None:
+    """Exact if the head is frozen; else its gradient is a sum over samples."""
+    model = extend(Weighted())
+    model.head.requires_grad_(is_trained)
+    loss = Fused.apply(model.body(x).tanh(), model.head.weight)
+    if is_trained:
+        with pytest.raises(UnsupportedError, match="as a fused loss does"), backpack(BatchGrad()):
+            loss.backward()
+        return
+    with backpack(BatchGrad()):
+        loss.backward()
+    residual = model.body(x).tanh() @ model.head.weight.T - y
+    grads = 2 * residual @ model.head.weight * (1 - model.body(x).tanh().square())
+    assert_close(model.body.bias.grad_batch, grads)

@@ -19,7 +19,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.record.models import owners_of
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
-from backpack_operations.order import behind
+from backpack_operations.order import behind, calls_at
 from backpack_operations.owners import Owners
 from backpack_operations.parameter_owners import name_of_parameter, owned_by_models
 from backpack_operations.paths import is_factor
@@ -217,6 +217,13 @@ def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.Unsupp
             f"{depends}, whose result has its samples on an axis other than the first: they cannot "
             "be told apart there. Have the model return samples in front, as in "
             "output.transpose(0, 1)."
+        )
+    if nodes.is_function(node) and any(map(calls_at, behind([node]))):
+        return errors.UnsupportedError(
+            f"{depends}, which takes the outputs of all samples, too, as a fused loss does: its "
+            "backward pass returns the gradient of the parameter summed over samples. Take the "
+            "loss that is not fused, nn.CrossEntropyLoss on the output of the head for example; "
+            "F.linear_cross_entropy is not fused with options=None."
         )
     if is_factor(survey, parameter):
         return errors.UnsupportedError(
