@@ -65,8 +65,7 @@ class Owners:
             return None
         rows, owned = ids.flatten().expand(shape[:1]), ids[ids >= 0]
         if len(owned) < ids.numel():
-            is_one = is_free and len(owned.unique()) == 1
-            return owned[:1].expand(shape[:1]) if is_one else self.ids.told_rows(shape)
+            return self.ids.told_rows(shape)
         return (
             rows if is_free or self._survey.told is not None or not self._permutes(rows) else None
         )
