@@ -321,3 +321,27 @@ def test_drawn(seed: int) -> None:
     sizes = tuple(random.choice([1, samples, samples, 2 * samples, 5]) for _ in range(samples))
     way = random.choice([way for way in MODELS if way != "packed"])
     _check(way, random.choice([*POOLS]), sizes, random.choice(LOSSES))
+
+
+@pytest.mark.parametrize("lengths", [(4, 7), (5, 3), (3, 6)])
+def test_indices_of_several_tables(lengths: tuple[int, int]) -> None:
+    """A list of indices, and one of where bags begin: one is as long as two others, by chance."""
+    samples, tables = 3, nn.ModuleList(nn.EmbeddingBag(7, C, mode="sum") for _ in lengths)
+    ids = [torch.randint(7, (length,)) for length in lengths]
+    starts, x = torch.tensor([0, 1, 2]), torch.randn(samples, C).double()
+
+    def forward(net: Any, x: Tensor, ids: Items, starts: Items) -> Tensor:
+        bags = [table(i, s) for table, i, s in zip(net.tables, ids, starts, strict=True)]
+        return net.b(torch.tanh(torch.cat([x, *bags], 1)))  # type: ignore[no-any-return]
+
+    model = Net(forward, tables=tables, b=nn.Linear(3 * C, C)).double()
+    ends = [2 * [n + 1] if n + 1 < samples else [*lengths] for n in range(samples)]
+    single = []
+    for n in range(samples):
+        own = [i[n:end] for i, end in zip(ids, ends[n], strict=True)]
+        value = model(x[n : n + 1], own, 2 * [starts[:1]]).square().sum()
+        single.append(torch.autograd.grad(value, [*model.parameters()]))
+    with backpack(BatchGrad()):
+        extend(model)(x, ids, [starts, starts.clone()]).square().sum().backward()
+    for parameter, expected in zip(model.parameters(), zip(*single, strict=True), strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(expected))

@@ -61,7 +61,7 @@ _OF_ONE = _with("of_one", "view")
 _IDENTITIES = {"Alias"}
 _LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
 # The position of the only operand whose rows are those of the result.
-_ROW_FACTOR = {"Mm": 0, "Addmm": 1, "Convolution": 0, "NativeGroupNorm": 0}
+_ROW_FACTOR = {"Mm": 0, "Addmm": 1, "Convolution": 0, "NativeGroupNorm": 0, "Cdist": 0}
 # Operations whose entry ``i`` of axis 0 depends on entry ``i`` of an operand of the same length.
 ROW_BY_ROW = _with("elementwise", "attention") | {
     "Bmm",

@@ -80,6 +80,8 @@ def _readings(survey: GraphSurvey, runs: Iterable[Run], fresh: list[Call]) -> li
 
 def _is_padded(call: Call) -> bool:
     """Whether a module received one row for each item of a list of several lengths."""
+    if tensor_lists.is_given(call):
+        return False
     rows = call.stored.inputs[0].shape[:1].numel()
     lists = [
         (items, {g.shape[0] for g in items if g.shape})

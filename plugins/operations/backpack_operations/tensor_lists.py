@@ -64,9 +64,17 @@ def is_packed(call: Call) -> bool:
     return any(isinstance(given, PackedSequence) for given in call.stored.args)
 
 
+def is_given(call: Call) -> bool:
+    """Whether a module received a tensor as the model did, or a view of it."""
+    return bool(call.run.receives(call.stored.inputs[:1]))
+
+
 def joined_lengths(call: Call) -> set[int]:
-    """The lengths of the tensors of a list, if a module received as many rows as all of them."""
-    if is_packed(call):
+    """The lengths of the tensors of a list, if a module received as many rows as all of them.
+
+    By chance, an item itself may be as long as others together.
+    """
+    if is_packed(call) or is_given(call):
         return set()
     rows = call.stored.inputs[0].shape[:1].numel()
     lengths = [[given.shape[0] for given in items] for items in joinable(call.run)]
