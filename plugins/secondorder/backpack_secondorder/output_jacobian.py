@@ -103,7 +103,8 @@ class Jacobians(_OfOutput):
 
     If a sample has several rows at the loss (``logits.flatten(0, 1)``), its numbers are those of
     its first row, then of the next. Where samples have different numbers of rows, the last ones of
-    a sample with fewer are zero.
+    a sample with fewer are zero. The pass raises an error if it is not known which rows a sample
+    has.
 
     Rows go through the net in chunks, so a pass takes little more memory than the result. For
     products with a Jacobian that is not formed, take
