@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -99,6 +100,43 @@ def test_parameters_of_operations(net: str, extension: str) -> None:
     except BackpackError:
         pytest.skip("it does not exist for this net")
     assert compare(model, batches, ASKED[extension])
+
+
+class Centres(nn.Module):
+    """Parameters that only a function uses, behind the model, and before anything is visited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.centres = nn.Linear(5, 4), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+def _nearest(model: Centres, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(model(x), model.centres), y)
+
+
+def _centred(model: Centres, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - model.centres[y]).square().sum()
+
+
+@pytest.mark.parametrize("extension", ["BatchGrad", "BatchL2Grad", "Variance"])
+@pytest.mark.parametrize("loss", [_nearest, _centred])
+def test_parameters_of_a_function_behind_the_model(loss: Any, extension: str) -> None:
+    """Autograd frees what the function has saved before it gets to the model."""
+    model, found, repeated = extend(Centres()), list[list[Tensor]](), 0
+    for _ in range(PASSES):
+        x, y = torch.randn(4, 5), torch.randint(3, (4,))
+        asked, found = ASKED[extension](), []
+        for is_repeated in (True, False):
+            with nullcontext() if is_repeated else by_the_engine(), backpack(asked) as block:
+                loss(model, x, y).backward()
+            repeated += block._history["repeated a recording"]
+            found.append([getattr(p, asked.savefield) for p in model.parameters()])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+    assert repeated
 
 
 class Attending(nn.Module):

@@ -118,3 +118,39 @@ def test_a_loss_that_is_a_function(way: str) -> None:
 def _hessian(logits: Tensor) -> Tensor:
     p = logits.softmax(0)
     return p.diag() - p[:, None] * p + 1e-12 * torch.eye(C)
+
+
+MASKS = [
+    ([0, 0, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1]),
+    ([1, 0, 0, 0, 0, 1], [1, 1, 1, 1, 0, 0]),
+    ([1, 1, 0, 1, 0, 1], [0, 0, 1, 1, 1, 1]),
+    ([0, 1, 0, 1, 0, 0], [1, 0, 0, 1, 0, 1]),
+]
+
+
+@pytest.mark.parametrize("masks", MASKS)
+def test_rows_that_are_added_where_masks_say(masks: tuple[list[int], ...]) -> None:
+    """A mask reads rows that the expert before has written, among zeros, which are nobody's yet."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(D, D) for _ in masks)
+            self.head = nn.Linear(D, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.flatten(0, 1)
+            out = torch.zeros_like(tokens)
+            for expert, mask in zip(self.experts, masks, strict=True):
+                own = torch.tensor(mask).bool()
+                out[own] += expert(tokens[own])
+            result: Tensor = self.head(out.view_as(x).mean(1))
+            return result
+
+    model, x = Masked(), torch.randn(2, T, D)
+    terms, parameters = model(x).square().sum(1), [*model.parameters()]
+    found = [torch.autograd.grad(term, parameters, retain_graph=True) for term in terms]
+    with backpack(BatchGrad()):
+        extend(model)(x).square().sum().backward()
+    for parameter, expected in zip(parameters, zip(*found, strict=True), strict=True):
+        oracle.assert_close(parameter.grad_batch, torch.stack(expected))

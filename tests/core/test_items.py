@@ -167,8 +167,44 @@ def test_what_models_do_with_them(way: str, loss: str, sizes: tuple[int, ...]) -
     _check(way, "sums", sizes, loss)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("loss", LOSSES[:2])
+@pytest.mark.parametrize("way", [w for w in MODELS if w not in ("arguments", "beside an index")])
+def test_a_list_of_one(way: str, loss: str, rows: int) -> None:
+    """As the last batch may be: the rows of the only tensor are no samples."""
+    _check(way, "sums", (rows,), loss)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss()])
+@pytest.mark.parametrize("way", ["rows", "merged", "with a number"])
+def test_a_list_of_one_tensor_with_samples(way: str, loss: Any) -> None:
+    """Its rows are samples if the net has as many at its end."""
+
+    def forward(net: Any, given: dict[str, Tensor]) -> Any:
+        h = net.b(torch.tanh(net.a(given["x"])))
+        if way == "merged":
+            return h.flatten(0, 1)
+        return (h, net.b.bias.square().sum(0, keepdim=True)) if way != "rows" else h
+
+    model = Net(forward, a=nn.Linear(D, H), b=nn.Linear(H, C))
+    x, parameters = torch.randn(4, 2, D), [*model.parameters()]
+    outputs = [forward(model, {"x": row[None]}) for row in x]
+    h = [out[0] if isinstance(out, tuple) else out for out in outputs]
+    single = [
+        torch.autograd.grad(loss(z, torch.zeros_like(z)) / 4, parameters, retain_graph=True)
+        for z in h
+    ]
+    out = extend(model)({"x": x})
+    out = out[0] if isinstance(out, tuple) else out
+    with backpack(BatchGrad()):
+        value = (extend(loss) if isinstance(loss, nn.Module) else loss)(out, torch.zeros_like(out))
+        value[None].mean().backward()
+    for parameter, expected in zip(parameters, zip(*single, strict=True), strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(expected))
+
+
 @pytest.mark.host("torch packs lengths of there")
-@pytest.mark.parametrize("sizes", [(2, 3), (4, 5), (3, 3), (3, 2, 4)])
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (4, 5), (3, 3), (3, 2, 4)])
 def test_packed_sequences(sizes: tuple[int, ...]) -> None:
     _check("packed", "", sizes, "module")
 
@@ -285,3 +321,27 @@ def test_drawn(seed: int) -> None:
     sizes = tuple(random.choice([1, samples, samples, 2 * samples, 5]) for _ in range(samples))
     way = random.choice([way for way in MODELS if way != "packed"])
     _check(way, random.choice([*POOLS]), sizes, random.choice(LOSSES))
+
+
+@pytest.mark.parametrize("lengths", [(4, 7), (5, 3), (3, 6)])
+def test_indices_of_several_tables(lengths: tuple[int, int]) -> None:
+    """A list of indices, and one of where bags begin: one is as long as two others, by chance."""
+    samples, tables = 3, nn.ModuleList(nn.EmbeddingBag(7, C, mode="sum") for _ in lengths)
+    ids = [torch.randint(7, (length,)) for length in lengths]
+    starts, x = torch.tensor([0, 1, 2]), torch.randn(samples, C).double()
+
+    def forward(net: Any, x: Tensor, ids: Items, starts: Items) -> Tensor:
+        bags = [table(i, s) for table, i, s in zip(net.tables, ids, starts, strict=True)]
+        return net.b(torch.tanh(torch.cat([x, *bags], 1)))  # type: ignore[no-any-return]
+
+    model = Net(forward, tables=tables, b=nn.Linear(3 * C, C)).double()
+    ends = [2 * [n + 1] if n + 1 < samples else [*lengths] for n in range(samples)]
+    single = []
+    for n in range(samples):
+        own = [i[n:end] for i, end in zip(ids, ends[n], strict=True)]
+        value = model(x[n : n + 1], own, 2 * [starts[:1]]).square().sum()
+        single.append(torch.autograd.grad(value, [*model.parameters()]))
+    with backpack(BatchGrad()):
+        extend(model)(x, ids, [starts, starts.clone()]).square().sum().backward()
+    for parameter, expected in zip(model.parameters(), zip(*single, strict=True), strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(expected))

@@ -22,7 +22,7 @@ from backpack_core.errors import (
     UnsupportedError,
     UsageError,
 )
-from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import GGNMP, HMP, JMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.record.call import live_calls
 from backpack_secondorder.torch_errors import explained
 from tests import oracle
@@ -147,6 +147,29 @@ def test_nonlinear_operation_between_modules() -> None:
         classification(net, (3,)).run(PCHMP())
     where = error.value.backpack_context  # type: ignore[attr-defined]
     assert where == "[PCHMP of backpack-plugin-secondorder 0.1.0, after Linear 'a']"
+
+
+class Modes(nn.Module):
+    """Complex numbers, trained as pairs of real ones, as in state-space models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.view_as_complex(self.pairs).abs()
+
+
+@pytest.mark.parametrize("field", ["hmp", "ggnmp", "jmp"])
+@pytest.mark.parametrize("place", ["odd place", "other order"])
+def test_vectors_of_pairs_that_become_complex(place: str, field: str) -> None:
+    """Torch takes pairs only if they lie one behind the other, from an even place on."""
+    model, lossfunc = extend(Modes()), extend(nn.MSELoss())
+    with backpack(HMP(), GGNMP(), JMP()):
+        lossfunc(model(torch.randn(4, 3)), torch.randn(4, 3)).backward()
+    vector = torch.randn(7)[1:].view(3, 2) if place == "odd place" else torch.randn(2, 3).T
+    multiply = getattr(model.pairs, field)
+    oracle.assert_close(multiply(vector), multiply(vector.clone().contiguous()))
 
 
 def test_loss_that_is_not_extended() -> None:

@@ -315,3 +315,59 @@ def test_numbers_of_several_rows_of_a_sample(
         oracle.assert_close(p.jacobians, rows_of)
         flat = rows_of.flatten(2)
         oracle.assert_close(p.ntk, torch.einsum("ncp,mdp->ncmd", flat, flat))
+
+
+class Rotated(nn.Module):
+    """Rotations by complex numbers, mixed heads: as in language models, before the loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(3, 4), nn.Linear(4, 2)
+        self.heads = nn.Parameter(torch.randn(2, 2), kind == "heads")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.kind == "complex":
+            turned = torch.view_as_complex(h.unflatten(-1, (2, 2))) * torch.tensor(1 + 2j)
+            h = h + torch.view_as_real(turned).flatten(-2)
+        elif self.kind == "heads":
+            h = h + torch.einsum("nthd,hg->ntgd", h.unflatten(-1, (2, 2)), self.heads).flatten(-2)
+        else:
+            h = h + torch.fft.irfft(torch.fft.rfft(h), n=4).cos()
+        return self.last(h)
+
+
+@pytest.mark.parametrize("kind", ["complex", "heads", "transform"])
+def test_numbers_of_rows_behind_products(kind: str) -> None:
+    """Which rows a sample has shows through operations that leave them where they are."""
+    net, outputs = Rotated(kind), extend(SumOutputs())
+    x, plain = torch.randn(4, 2, 3), copy.deepcopy(net)
+    expected = explicit(plain, oracle.rows(plain, (x,)))
+    extend(net)
+    with backpack(Jacobians(), gradient="none"):
+        outputs(net(x).flatten(0, 1)).backward()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for p, jacobian in zip(trained, expected, strict=True):
+        oracle.assert_close(p.jacobians, jacobian)
+
+
+@pytest.mark.parametrize("extension", [Jacobians(), NTK()])
+def test_rows_of_unknown_samples(extension: Any) -> None:
+    net, outputs = extend(nn.Linear(3, 2)), extend(SumOutputs())
+    with (
+        pytest.raises(UnsupportedError, match="which sample each row at the loss belongs to"),
+        backpack(extension, gradient="none"),
+    ):
+        outputs(Unknown.apply(net(torch.randn(4, 2, 3))).flatten(0, 1)).backward()
+
+
+class Unknown(torch.autograd.Function):
+    """A function of which nothing is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]

@@ -46,6 +46,10 @@ class Repeated(Driver):
         self._recorded, self._entry, self._given = entry.recorded, entry, given
         self._parameters, self._next = structure.parameters, 0
         self._between = [*structure.between]
+        # Autograd may get to these nodes before the first visit, and free what they have saved.
+        first = (*entry.recorded.visits, entry.recorded.last)[0]
+        early = [slot for slot in first.late if slot.what == "between"]
+        self._early = {slot.key: saved_by(self._between, *slot.key) for slot in early}
         places, sites = [*structure.sites], [*structure.sites.values()]
         self._order = {places[v.place]: number for number, v in enumerate(entry.recorded.visits)}
         self.outputs = self._order
@@ -107,7 +111,8 @@ class Repeated(Driver):
                 sent.append(_laid_out(grad_there, form[0], layout, form[1]))
             else:
                 own = self._between if what == "between" or site is None else inside(site)
-                saved = saved_by(own, *key)
+                saved = self._early.pop(key, None) if what == "between" else None
+                saved = saved_by(own, *key) if saved is None else saved
                 if saved is None:
                     raise _changed("the end of the pass" if site is None else site.call.path)
                 sent.append(saved)

@@ -60,14 +60,16 @@ _OF_ONE = _with("of_one", "view")
 # Their formula returns the gradient itself. No operator in torch's database makes such a node.
 _IDENTITIES = {"Alias"}
 _LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
-# The position of the factor whose rows are those of the product.
-_ROW_FACTOR = {"Mm": 0, "Addmm": 1}
+# The position of the only operand whose rows are those of the result.
+_ROW_FACTOR = {"Mm": 0, "Addmm": 1, "Convolution": 0, "NativeGroupNorm": 0, "Cdist": 0}
 # Operations whose entry ``i`` of axis 0 depends on entry ``i`` of an operand of the same length.
 ROW_BY_ROW = _with("elementwise", "attention") | {
     "Bmm",
     "Baddbmm",
     "Expand",
     "Repeat",
+    "GridSampler2D",
+    "GridSampler3D",
     *_ROW_FACTOR,
 }
 # The saved tensor whose rows are those of the result, if that tensor is data.
@@ -77,6 +79,9 @@ FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
 )
 FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
+
+MATRIX_PRODUCTS = {"Mm", "Addmm", "Bmm", "Baddbmm"}
+PAIRS = {"ViewAsComplex", "ViewAsReal"}
 
 # Options of look-ups that make of their gradient something else than a derivative.
 _OF_LOOKUPS = ("scale_grad_by_freq", "sparse")

@@ -43,8 +43,9 @@ class Owners:
         """The sample of each entry of an axis, ``[R]``.
 
         ``None`` if that is unknown, or if an entry of the axis belongs to several samples. Also
-        ``None`` where the rows may be in order all the same: where rows of one sample stand among
-        rows of nobody, or where all samples are permuted, and may be paired with other targets.
+        ``None`` where rows of nobody are among them, which may yet become those of any sample, and
+        where the rows may be in order all the same: where all samples are permuted, and may be
+        paired with other targets.
 
         Args:
             node: The node that made the tensor.
@@ -63,10 +64,9 @@ class Owners:
     def _rows(self, ids: SampleIds | None, shape: Shape, is_free: bool) -> Tensor | None:
         if ids is None or not ids.dim() or are_elsewhere(ids):
             return None
-        rows, owned = ids.flatten().expand(shape[:1]), ids[ids >= 0]
-        if len(owned) < ids.numel():
-            is_one = is_free and len(owned.unique()) == 1
-            return owned[:1].expand(shape[:1]) if is_one else self.ids.told_rows(shape)
+        rows = ids.flatten().expand(shape[:1])
+        if bool((rows < 0).any()):
+            return self.ids.told_rows(shape)
         return (
             rows if is_free or self._survey.told is not None or not self._permutes(rows) else None
         )

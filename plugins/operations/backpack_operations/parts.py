@@ -34,8 +34,8 @@ def tell_parts(survey: GraphSurvey) -> None:
     """
     samples, calls = survey.batch_size, dict.fromkeys(call for call, _ in survey.received)
     runs = {id(call.run): call.run for call in calls if not call.run.has_computed_input}.values()
-    if all(len(run.inputs) < 2 for run in runs):
-        return
+    if all(max(len(run.inputs), tensor_lists.deepest(run)) < 2 for run in runs):
+        return  # a single argument
     fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or _is_whole(c))]
     readings = _readings(survey, runs, fresh)
     _assume(survey, samples, None)
@@ -69,15 +69,19 @@ def tell_parts(survey: GraphSurvey) -> None:
 
 def _readings(survey: GraphSurvey, runs: Iterable[Run], fresh: list[Call]) -> list[Reading]:
     """The readings with one item for each sample that neither losses nor modules contradict."""
-    readings = list[Reading]()
+    readings, is_one = list[Reading](), _rows_at_ends(survey) == {1}
     for depth in range(max(map(tensor_lists.deepest, runs), default=0)):
         counts = {len(items) for run in runs for items in tensor_lists.lists_of_kinds(run, depth)}
+        # A list of one tensor is one sample if the net has one row at its ends, and nothing else.
+        counts -= set() if is_one else {1}
         readings += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
     return [reading for reading in readings if _is_possible(survey, fresh, *reading)]
 
 
 def _is_padded(call: Call) -> bool:
     """Whether a module received one row for each item of a list of several lengths."""
+    if tensor_lists.is_given(call):
+        return False
     rows = call.stored.inputs[0].shape[:1].numel()
     lists = [
         (items, {g.shape[0] for g in items if g.shape})
@@ -143,6 +147,12 @@ def _losses(survey: GraphSurvey) -> list[tuple[Edge, int]]:
     """The first inputs of extended losses, with their numbers of rows."""
     losses = [(call.edges[:1], n) for (call, _), n in survey.received.items() if call.rule.is_loss]
     return [(edge, n) for (edge,), n in losses if edge is not None]
+
+
+def _rows_at_ends(survey: GraphSurvey) -> set[int]:
+    """The numbers of rows that extended losses received and that models returned."""
+    returned = {n for end in _returned(survey) for n in nodes.lengths_of(*end)[:1]}
+    return returned | {n for _, n in _losses(survey)}
 
 
 def _ends(survey: GraphSurvey, count: int) -> list[NodeOutput]:

@@ -76,7 +76,11 @@ def through_node(
             return along(in_rows[0].flatten(), 0, shape)
     if not known or len(known) < len(operand_ids):
         return None
+    if operation in nodes.MATRIX_PRODUCTS:
+        return _multiplied(known, nodes.FACTORS[operation], shape)
     position, first = next(iter(known.items()))
+    if operation in nodes.PAIRS:  # a complex number is a pair of real ones, on one more axis
+        return _in_pairs(first, shape)
     axes = nodes.axes_along(node, first.dim())
     is_free = all(first.shape[axis] == 1 for axis in axes)
     if axes and is_free and all(ids.equal(first) for ids in known.values()):
@@ -214,6 +218,27 @@ def _combined(known: Collection[SampleIds], unknown: list[Shape], shape: Shape) 
         if any(length != 1 for length, n in zip(lengths, combined.shape, strict=True) if n != 1):
             return None
     return combined
+
+
+def _multiplied(known: dict[int, SampleIds], factors: Sequence[int], shape: Shape) -> Tensor | None:
+    """The ids of a product of matrices, ``[*, i, k] × [*, k, j] → [*, i, j]``.
+
+    Args:
+        known: The ids of its operands that have samples.
+        factors: The positions of the two factors; another operand is added to the product.
+        shape: The shape of the result.
+    """
+    summed = dict(zip(factors, (-1, -2), strict=True))
+    if any(ids.shape[summed[i]] > 1 for i, ids in known.items() if i in summed):
+        return None  # samples meet
+    return _combined(known.values(), [], shape)
+
+
+def _in_pairs(ids: SampleIds, shape: Shape) -> SampleIds | None:
+    """The ids where numbers with a last axis become complex, or complex ones get such an axis."""
+    if len(shape) > ids.dim():
+        return ids.unsqueeze(-1)
+    return ids.squeeze(-1) if ids.shape[-1] == 1 else None
 
 
 def _picked(

@@ -15,23 +15,27 @@ from backpack_operations.received import ModelInput
 
 
 def lists(run: Run, depth: int) -> list[list[ModelInput]]:
-    """The lists among the arguments of a run whose items' paths differ at one depth."""
+    """The lists among the arguments of a run whose items' paths differ at one depth.
+
+    A list may have one item, but a single argument is no list.
+    """
     by_other = defaultdict[tuple[int, ...], list[ModelInput]](list)
-    for given in run.inputs if len(run.inputs) > 1 and not run.axis else ():
+    for given in run.inputs if not run.axis else ():
         if len(given.path) > depth:
             by_other[given.path[:depth] + given.path[depth + 1 :]].append(given)
-    return [items for items in by_other.values() if len(items) > 1]
+    return [items for items in by_other.values() if len(items) > 1 or depth]
 
 
 def lists_of_kinds(run: Run, depth: int) -> list[list[ModelInput]]:
     """The same, split by dtype and number of axes: an index beside the items is none of them."""
-    by_kind = []
-    for items in lists(run, depth):
+    by_kind, every = [], lists(run, depth)
+    for items in every:
         kinds = [(given.dtype, len(given.shape)) for given in items]
         for kind in dict.fromkeys(kinds):
             by_kind.append([g for g, own in zip(items, kinds, strict=True) if own == kind])
     # Separate arguments of different shapes are usually different things of each sample.
-    return [g for g in by_kind if len(g) > 1 and (len(g[0].path) > 1 or can_join(g))]
+    several = [g for g in by_kind if len(g) > 1 and (len(g[0].path) > 1 or can_join(g))]
+    return several or [items for items in every if len(items) == 1]
 
 
 def all_kinds(run: Run) -> list[list[ModelInput]]:
@@ -60,9 +64,17 @@ def is_packed(call: Call) -> bool:
     return any(isinstance(given, PackedSequence) for given in call.stored.args)
 
 
+def is_given(call: Call) -> bool:
+    """Whether a module received a tensor as the model did, or a view of it."""
+    return bool(call.run.receives(call.stored.inputs[:1]))
+
+
 def joined_lengths(call: Call) -> set[int]:
-    """The lengths of the tensors of a list, if a module received as many rows as all of them."""
-    if is_packed(call):
+    """The lengths of the tensors of a list, if a module received as many rows as all of them.
+
+    By chance, an item itself may be as long as others together.
+    """
+    if is_packed(call) or is_given(call):
         return set()
     rows = call.stored.inputs[0].shape[:1].numel()
     lengths = [[given.shape[0] for given in items] for items in joinable(call.run)]

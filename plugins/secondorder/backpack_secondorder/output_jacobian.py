@@ -16,6 +16,7 @@ from backpack_products import ColumnPropagator, Columns, SampleProduct, SecondOr
 from backpack_products.extensions import as_subsampling
 from backpack_products.merging import OverBatches, Part, Refused
 from backpack_products.operations import dense, gram
+from backpack_products.values import is_symbolic
 from backpack_secondorder.in_chunks import Rows, joined, rows_of, stored
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.square_root import as_chunk_size
@@ -41,7 +42,17 @@ class OutputRows(ColumnPropagator):
         return Columns.start("output", unit_vectors(view.input))
 
     def split_positions(self, quantity: Columns, owners: Tensor | None, samples: int) -> Columns:
-        """The numbers of a sample's first entry come first, as they do in memory."""
+        """The numbers of a sample's first entry come first, as they do in memory.
+
+        Raises:
+            UnsupportedError: It is not known which entries a sample has.
+        """
+        if owners is None and not is_symbolic(quantity.mat):
+            raise UnsupportedError(
+                "It is not known which sample each row at the loss belongs to, so the numbers of a "
+                "sample have no order. Keep positions on an axis behind that of the samples, such "
+                "as [N, C, T] for CrossEntropyLoss, or [N, T, C] for SumOutputs."
+            )
         split = super().split_positions(quantity, owners, samples)
         numbers = len(quantity.mat)
         return Columns.start("output", rearrange(split.mat, "(c k) ... -> (k c) ...", c=numbers))
@@ -92,7 +103,8 @@ class Jacobians(_OfOutput):
 
     If a sample has several rows at the loss (``logits.flatten(0, 1)``), its numbers are those of
     its first row, then of the next. Where samples have different numbers of rows, the last ones of
-    a sample with fewer are zero.
+    a sample with fewer are zero. The pass raises an error if it is not known which rows a sample
+    has.
 
     Rows go through the net in chunks, so a pass takes little more memory than the result. For
     products with a Jacobian that is not formed, take

@@ -51,12 +51,19 @@ def gradients(
         grads = torch.autograd.grad(
             outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
             inputs,  # type: ignore[arg-type]
-            vectors,
+            vectors and [_by_itself(vector) for vector in vectors],
             create_graph=create_graph,
             retain_graph=retain_graph,
             materialize_grads=True,
         )
     return [*grads]
+
+
+def _by_itself(vector: Tensor | None) -> Tensor | None:
+    """The same numbers in the order of memory, from an even place on: pairs may become complex."""
+    if vector is None or (vector.is_contiguous() and not vector.storage_offset() % 2):
+        return vector
+    return vector.clone(memory_format=torch.contiguous_format)
 
 
 @contextmanager
