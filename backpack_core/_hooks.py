@@ -37,7 +37,7 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
         node: Its ``grad_fn``.
         hook: Called with the gradient.
     """
-    table: Any = output._backward_hooks
+    table: dict[int, Any] | None = output._backward_hooks
     if table is None:
         # This is Tensor.register_hook without its checks, which take nine tenths of its time.
         output._backward_hooks = table = _Hooks()
@@ -46,8 +46,7 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
     else:
         table[KEY] = hook
         move_first(table, KEY)
-    hooks: dict[int, Any] = table
-    return hooks
+    return table
 
 
 def move_first(table: dict[int, Any], key: int) -> None:

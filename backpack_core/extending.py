@@ -92,9 +92,8 @@ def is_extended(module: Module) -> bool:
     False if a part was added, replaced or wrapped since: call :func:`extend` again.
     """
     is_operation, children = _parts(module)
-    if is_operation and not _hooks.are_installed(module):
-        return False
-    return all(is_extended(child) for _, child in children)
+    is_missing = is_operation and not _hooks.are_installed(module)
+    return not is_missing and all(is_extended(child) for _, child in children)
 
 
 def _parts(module: Module) -> tuple[bool, list[tuple[str, Module]]]:
@@ -118,9 +117,8 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
     if is_operation:
         if not _hooks.are_installed(module):
             _hooks.install(module, recording.before_forward, recording.after_forward)
-            if path:
-                module.__dict__[PATH_ATTRIBUTE] = path
-        module.__dict__[OWNER_ATTRIBUTE] = owner
+        if not path or module.__dict__.get(OWNER_ATTRIBUTE) is not owner:
+            module.__dict__.update({OWNER_ATTRIBUTE: owner, PATH_ATTRIBUTE: path})
         module.__dict__.setdefault(TRAITS_ATTRIBUTE)
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)

@@ -114,7 +114,7 @@ def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
 
 def _owner_of_model(module: Module) -> Owner | None:
     owner = None if torch.compiler.is_compiling() else module.__dict__.get(OWNER_ATTRIBUTE)
-    return owner if owner is not None and owner.module is module else None
+    return owner if owner is not None and owner.is_of(module) else None
 
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:

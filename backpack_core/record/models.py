@@ -128,6 +128,12 @@ class Owner:
         if module is not None:
             MODELS[id(module)] = module
 
+    def is_of(self, module: Module) -> bool:
+        """Whether a module is the model: of an unpickled one, only this module has no path."""
+        if self._module is None and not module.__dict__.get(PATH_ATTRIBUTE):
+            Owner.__init__(self, module, self.axes)
+        return self.module is module
+
     def begin(self, received: Sequence[Any] | None, run_of: RunOf) -> None:
         """Note that a forward pass of the model begins on this thread.
 
@@ -147,8 +153,7 @@ class Owner:
         Args:
             results: The tensors that the model returned.
         """
-        thread = get_ident()
-        runs = _running.get(thread, [])
+        runs = _running.get(get_ident(), [])
         indices = [index for index, (owner, _) in enumerate(runs) if owner is self]
         if indices:
             run = runs[indices[-1]][1]
@@ -156,7 +161,7 @@ class Owner:
             if not self.axes:
                 run.note_returned(results)
         if not runs:
-            _running.pop(thread, None)
+            _running.pop(get_ident(), None)
 
     @property
     def module(self) -> Module | None:
@@ -168,8 +173,8 @@ class Owner:
         return Owner(memo.get(id(self.module)), self.axes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A module that was unpickled belongs to no model until it is extended again."""
-        return Owner, (None,)
+        """Unpickled, it refers to no model before the model's first forward pass."""
+        return Owner, (None, self.axes)
 
 
 def owner_of(module: Module) -> Module:

@@ -18,8 +18,8 @@ from backpack_core.errors import (
     UnsupportedError,
     UsageError,
 )
-from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.call import live_calls
+from backpack_core.extensions import BatchGrad, DiagGGNExact, ProjectedGrad
+from backpack_core.record.call import live_calls, path_of
 from backpack_core.record.models import OWNER_ATTRIBUTE, owner_of
 from tests import oracle
 from tests.cases import classification, mlp
@@ -280,3 +280,48 @@ def test_module_changed_between_forward_and_backward() -> None:
     with backpack(DiagGGNExact()):
         loss.backward()
     problem.compare("diag_ggn_exact", expected)
+
+
+def _named(model: nn.Module) -> list[Tensor]:
+    """Random projections, which depend on the names of parameters."""
+    x = torch.ones(2, 3)
+    with backpack(ProjectedGrad(4)):
+        extend(nn.MSELoss())(model(x), torch.zeros(2, 3)).backward()
+    return [parameter.projected_grad for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+def test_unpickled_models_keep_the_names_of_their_parameters() -> None:
+    model = extend(mlp())
+    loaded = pickle.loads(pickle.dumps(model))
+    for ours, right in zip(_named(loaded), _named(model), strict=True):
+        torch.testing.assert_close(ours, right)
+    assert owner_of(loaded[0]) is loaded
+    part = pickle.loads(pickle.dumps(model[0]))
+    part(torch.ones(2, 3))
+    assert owner_of(part) is part
+
+
+def test_unpickled_models_keep_the_declared_axis() -> None:
+    x, target = torch.randn(4, 4, 3), torch.zeros(16, 3)
+    model = extend(mlp(), batch_axis=1)
+    found = []
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        with backpack(BatchGrad()):
+            extend(nn.MSELoss())(each(x).reshape(16, 3), target).backward()
+        found.append(each[0].weight.grad_batch)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_parts_that_were_extended_before_have_the_path_in_the_whole_model() -> None:
+    part = extend(nn.Linear(3, 3))
+    assert path_of(part) == "Linear"
+    extend(nn.Sequential(nn.Tanh(), nn.Sequential(part)))
+    assert path_of(part) == "Linear '1.0'"
+
+
+def test_modules_put_into_a_model_later_have_their_names_there() -> None:
+    model = extend(mlp())
+    replaced = copy.deepcopy(model)
+    replaced[2] = unextend(copy.deepcopy(model[2]))
+    for ours, right in zip(_named(replaced), _named(model), strict=True):
+        torch.testing.assert_close(ours, right)

@@ -266,3 +266,17 @@ def test_a_pass_inside_by_the_same_graph_changes_nothing(wanted: str, check: Any
         loss.backward(retain_graph=True)
     handle.remove()
     problem.compare("grad_batch", expected)
+
+
+@pytest.mark.parametrize("check", ["first", "always", "never"])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_inputs_that_a_loss_does_not_depend_on(check: Any, factor: float) -> None:
+    """Autograd does not get to the nodes of such a loss, not even to the first."""
+    models = [extend(nn.Linear(3, 3)) for _ in range(2)]
+    lossfunc, x = extend(nn.MSELoss()), torch.randn(4, 3)
+    for reached in ([], [1], [0, 1]):
+        losses = [factor * lossfunc(models[n](x), x) for n in {0, *reached}]
+        with backpack(BatchGrad(), check=check):
+            torch.autograd.backward(losses, inputs=[models[1].weight])
+        assert hasattr(models[1].weight, "grad_batch") == bool(reached)
+        assert not hasattr(models[0].weight, "grad_batch")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import Extension, backpack, extend, register, unextend, unregister
-from backpack_core.errors import BackpackError, InternalError
+from backpack_core.errors import BackpackError, InternalError, UncoveredParameterWarning
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Slicing
@@ -736,3 +736,53 @@ def test_what_a_measurement_looks_at_is_no_part_of_a_plan() -> None:
     for _ in range(20):
         _, inputs = _step(model)
         _see_right(model, inputs)
+
+
+def test_parameter_that_was_replaced_before_a_planned_pass() -> None:
+    """A function uses it, so only the model tells where it belongs: it has no result then."""
+    model, lossfunc = extend(TiedFunction()), extend(nn.MSELoss())
+    x = torch.randn(4, 3)
+    for _ in range(BEFORE):
+        with backpack(BatchGrad()):
+            lossfunc(model(x), x).backward()
+    before = model.second.weight
+    del before.grad_batch  # type: ignore[attr-defined]
+    loss = lossfunc(model(x), x)
+    model.second.weight = nn.Parameter(torch.randn(3, 3))
+    with pytest.warns(UncoveredParameterWarning), backpack(BatchGrad()):
+        loss.backward()
+    assert hasattr(model.first.weight, "grad_batch")
+    assert not hasattr(before, "grad_batch")
+
+
+class TiedFunction(nn.Module):
+    """A function uses the weight of the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x).tanh(), self.second.weight)
+
+
+class _Positive(nn.Linear):
+    """Computes something other than its parent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.abs(), self.bias)
+
+
+def test_class_that_was_changed_between_forward_and_backward() -> None:
+    model, lossfunc, x = (
+        extend(nn.Sequential(nn.Linear(3, 3))),
+        extend(nn.MSELoss()),
+        torch.ones(2, 3),
+    )
+    for kind in (nn.Linear, _Positive):
+        loss = lossfunc(model(x), 0 * x)
+        model[0].__class__ = kind
+        with backpack(BatchGrad()):
+            loss.backward()
+        torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+        model.zero_grad()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from backpack_core import backpack, extend
 from backpack_core.extensions import (
@@ -229,3 +232,23 @@ def test_curvature_in_half_precision(extension: str, dtype: torch.dtype) -> None
     for ours, reference in zip(found, expected, strict=True):
         assert ours.dtype == dtype
         assert float((ours.float() - reference).abs().max()) < 2 * DTYPES[dtype] * scale
+
+
+def _bounded(layer: nn.Module) -> None:
+    """A parametrization."""
+    register_parametrization(layer, "weight", nn.Tanh())
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("extension", [DiagGGNExact, BatchGrad, partial(KFLR, fail_mode="block")])
+@pytest.mark.parametrize("compute", [weight_norm, _bounded])
+def test_computed_weights(compute: Any, extension: Any, whole: bool) -> None:
+    """The leaves have another precision than what autocast computes with the weight."""
+    problem = _problem("mlp")
+    compute(problem.model[2])  # type: ignore[index]
+    expected = _step(problem, extension(), None, whole)
+    for ours, reference in zip(
+        _step(problem, extension(), torch.float16, whole), expected, strict=True
+    ):
+        assert ours.dtype == torch.float32
+        oracle.assert_close(ours, reference, 0.03)

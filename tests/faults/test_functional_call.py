@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from backpack_core import Extension, backpack, extend, unextend
 from backpack_core.errors import BackpackError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.faults.changes import REPLACED, between, deep, trained_norm
 from tests.faults.problems import KINDS, Expectation, expect
@@ -237,3 +239,24 @@ def test_an_inner_step_on_as_many_samples_is_refused(extension: type[Extension])
         loss.backward()
     for parameter in own.values():  # a gradient with a graph is a cycle
         parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_parametrized_weights(norm: Callable[[nn.Module], nn.Module], kind: str) -> None:
+    model = deep()
+    norm(model[2])
+    compare_call(classification(model, (3,)), fast_weights(model, "leaves"), kind)
+
+
+def test_parameters_behind_a_parametrization_that_were_replaced() -> None:
+    """Before the backward pass: the results lie on those of the forward pass."""
+    model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
+    problem = classification(model, (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    loss, before = problem.loss(), [*model.parameters()]
+    model.load_state_dict({n: 2 * v for n, v in model.state_dict().items()}, assign=True)
+    with backpack(BatchGrad()):
+        loss.backward()
+    for parameter, right in zip(before, expected, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, right)  # type: ignore[attr-defined]

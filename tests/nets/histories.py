@@ -286,6 +286,12 @@ def factor(history: History) -> None:
 
 
 @change
+def late(history: History) -> None:
+    """Between forward and backward: values are those of the forward pass."""
+    history.late = history.random.choice([None, *LATE])
+
+
+@change
 def two_losses(history: History) -> None:
     history.is_twofold = not history.is_twofold
 
@@ -308,7 +314,7 @@ def gradients_stay(history: History) -> None:
 @change
 def another_pass(history: History) -> None:
     """In a nested block, of some inputs, or failing."""
-    kind = history.random.choice(["nested", "inputs", "failing", "forward"])
+    kind = history.random.choice(["nested", "inputs", "unreached", "failing", "forward"])
     x, target = history.data()
     value = history.value(x, target)
     try:
@@ -319,9 +325,14 @@ def another_pass(history: History) -> None:
             trained = [p for p in history.model.parameters() if p.requires_grad]
             with backpack(known.BatchGrad()):
                 value.backward(inputs=[history.random.choice(trained)])
+        elif kind == "unreached":
+            with backpack(known.BatchGrad()):
+                value.backward(inputs=[nn.Parameter(torch.zeros(()))])
         elif kind == "failing":
             with backpack(known.BatchGrad(), extension_hook=_fail):
                 value.backward()
+    except InternalError:
+        raise
     except (BackpackError, ZeroDivisionError):
         pass
     history.model.zero_grad()
@@ -329,6 +340,27 @@ def another_pass(history: History) -> None:
 
 def _fail(module: nn.Module) -> None:
     raise ZeroDivisionError
+
+
+class Absolute(nn.Linear):
+    """Computes something other than a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.abs(), self.bias)
+
+
+def other_class(history: History) -> None:
+    layer = history.layer()
+    if layer is not None:
+        layer.__class__ = Absolute
+
+
+def other_mode(history: History) -> None:
+    history.model.train(not history.model.training)
+
+
+# What may change between forward and backward.
+LATE = [settings, other_parameter, tie, other_part, parametrized, other_mode, other_class]
 
 
 # The history -------------------------------------------------------------------------------------
@@ -355,6 +387,7 @@ class History:
         self.wants_input = self.is_twofold = self.adds_up = False
         self.reduction = "mean"
         self.handles: list[Any] = []
+        self.late: Change | None = None
         self.of_classes = self.random.random() < 0.5
         self.make_loss()
         self.draw_extensions()
@@ -416,6 +449,7 @@ class History:
         before = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
         plain = unextend(copy.deepcopy(self.model))
         x, target = self.data()
+        named = [*self.model.named_parameters()]  # those of the forward pass
         try:
             made = self._make(x, target)
         except InternalError as error:
@@ -424,7 +458,7 @@ class History:
             self.told.append("refused")
             return ""
         truth = self._truth(plain, x.detach(), target)
-        pairs = zip(self.model.named_parameters(), before, strict=True)
+        pairs = zip(named, before, strict=True)
         return next(filter(None, (self._compared(p, b, truth, made) for p, b in pairs)), "")
 
     def _make(self, x: Tensor, target: Tensor) -> list[Extension]:
@@ -435,7 +469,11 @@ class History:
         if self.index is not None and len(self.index) != self.samples:
             self.index = self.draw_index()
         with backpack(*made, gradient=self.gradient, samples=self.index) as block:
-            self.value(x, target).backward()
+            value = self.value(x, target)
+            if self.late is not None:
+                self.late(self)
+                self.told.append(self.late.__name__)
+            value.backward()
         self.repeated += block._history["repeated a recording"]
         return made
 

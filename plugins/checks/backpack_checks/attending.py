@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 from backpack_checks.dyed import Question
@@ -29,6 +30,7 @@ class Checks(PlanObserver):
         self._context, self._is_always = run.context, run.context.check == "always"
         self._measurement: Measurement | None = None
         self._sums: SumCheck | None = None
+        self._forget: list[Callable[[], None]] = []
 
     @cached_property
     def _question(self) -> Question:
@@ -68,11 +70,16 @@ class Checks(PlanObserver):
         for edge, gradient in zip(run.roots, run.gradients, strict=False):
             if gradient is not None:
                 run.schedule.leave(lane, edge, wide=dye.begin(gradient, edge))
+        if run.arguments.options.get("inputs"):  # a root may depend on none of them
+            schedule: Any = run.schedule
+            self._forget = [partial(schedule.forget, lane, edge) for edge in run.roots]
 
     def leave(self) -> None:
         """Remove the hooks."""
         if self._sums is not None:
             self._sums.leave()
+        for forget in self._forget:
+            forget()
 
     def finish(self, run: Any) -> None:
         """Note the outputs at which later passes have nothing more to measure."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from torch.nn import Module
 
-from backpack_core.record.models import PATH_ATTRIBUTE, owner_of
+from backpack_core.record.models import MODELS, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, owner_of
 from backpack_products import SampleProduct
 from backpack_products.substitutes import SUBSTITUTES
 
@@ -28,10 +28,18 @@ def name_of(product: SampleProduct) -> str:
         return _joined(module if home is None else home, name)
     # Looked up in every pass: a parametrization, or another tie, gives a parameter another name.
     if _NAMES not in product.call_cache:
-        named = owner_of(module).named_parameters()
+        named = _model_with(module).named_parameters()
         product.call_cache[_NAMES] = {id(tensor): name for name, tensor in named}
     known: dict[int, str] = product.call_cache[_NAMES]
     return known.get(id(parameter)) or _joined(module, product.name)
+
+
+def _model_with(module: Module) -> Module:
+    """The extended model that a module is part of, even if it was put there after ``extend()``."""
+    if OWNER_ATTRIBUTE in module.__dict__:
+        return owner_of(module)
+    models = [reference() for reference in MODELS.valuerefs()]
+    return next((m for m in models if m is not None and module in {*m.modules()}), module)
 
 
 def _joined(module: Module, name: str) -> str:

@@ -7,7 +7,7 @@ like any other. The columns ``[V, N, *θ]`` that arrive there, kept apart by sam
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Module
@@ -72,10 +72,15 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
     return Call(module, _RULE, provenance, (), stored, thread, training, NO_SETTINGS)
 
 
-def add_leaves(survey: GraphSurvey) -> None:
-    """Add to the survey the parameters at which columns are kept apart, as calls."""
+def add_leaves(survey: GraphSurvey, owners: Mapping[int, tuple[Module, str]] | None = None) -> None:
+    """Add to the survey the parameters at which columns are kept apart, as calls.
+
+    Args:
+        survey: What is known about the graph.
+        owners: What :func:`owned_by_models` returns, if that is known.
+    """
     leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
-    owners = owned_by_models() if leaves else {}
+    owners = (owners or owned_by_models()) if leaves else {}
     for output, parameter in leaves:
         use = survey.uses.get(id(parameter))
         module, name = owners[id(parameter)] if use is None else (use.call.module, use.name)

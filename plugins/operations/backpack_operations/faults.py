@@ -98,10 +98,11 @@ def uncovered(call: Call) -> BackpackError | None:
     """A trained parameter inside a module that its rule does not know; ``None`` if it knows all."""
     computed = call.stored.computed
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
-    frozen = tuple(f"parametrizations.{n}." for n, leaves in computed.items() if not leaves)
+    # Others may be there by now: functional_call() has put its tensors there for the forward only.
+    parametrized = tuple(f"parametrizations.{name}." for name in computed)
     for name, parameter in call.module.named_parameters():
         is_known = name in call.stored.parameters or id(parameter) in behind
-        is_known |= name.startswith(frozen)  # by this call's parametrization
+        is_known |= name.startswith(parametrized)
         if parameter.requires_grad and not is_known:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "

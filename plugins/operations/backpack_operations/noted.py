@@ -90,9 +90,9 @@ def noted_of(call: Call) -> Noted:
     is_simple = stored.args is stored.inputs and not (stored.kwargs or module._modules)
     if traits is None or not is_simple or stored.computed:
         return _noted(call, tensors)
-    about = id(call.rule), call.settings, call.training, module.__dict__.get(PATH_ATTRIBUTE)
+    about = type(module), id(call.rule), module.__dict__.get(PATH_ATTRIBUTE), call.training
     count = len(stored.inputs), len(tensors)
-    seen = *about, *count, stored.named, *own, *stored.frozen
+    seen = *about, call.settings, *count, stored.named, *own, *stored.frozen
     known: list[tuple[Any, Callable[..., bool], Noted]] = traits.noted
     for before, look, noted in known:
         if before == seen and look(*tensors):

@@ -23,7 +23,6 @@ from backpack_operations.bare import add_leaves
 from backpack_operations.data import Source
 from backpack_operations.noted import Unplanned
 from backpack_operations.owners import Owners, losses_with_rows, note_owners, rows_at_loss
-from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.plan import Planned, model_of, plans, trained_by
 from backpack_operations.structure import Structure
@@ -235,8 +234,7 @@ class PlannedUses(NamedTuple):
         number = {id(own): n for n, own in enumerate(structure.parameters)}
         first = {call: n for n, (call, _) in reversed([*enumerate(structure.sites)])}
         at_leaves = Counter(id(own) for own in survey.alignment.leaves.values())
-        owners, model = owned_by_models(), model_of(structure)
-        if any(key not in owners or owner_of(owners[key][0]) is not model for key in survey.bare):
+        if not _are_owned(survey.bare, structure):
             raise Unplanned("operations use parameters of another model, or of none")
         try:
             leaves = [(place[at], number[id(p)]) for at, p in survey.alignment.leaves.items()]
@@ -255,6 +253,11 @@ class PlannedUses(NamedTuple):
         ]
         return cls(tuple(leaves), tuple(bare), tuple(freed), outside, tuple(uses))
 
+    def hold(self, structure: Structure) -> bool:
+        """Whether the parameters that operations use still belong to the model."""
+        parameters = structure.parameters
+        return not self.bare or _are_owned([id(parameters[n]) for n, *_ in self.bare], structure)
+
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill in the uses of another graph of the same structure."""
         walked = Walked(survey, structure)
@@ -270,6 +273,12 @@ class PlannedUses(NamedTuple):
             use = Use(parameters[n], calls[at], name, count, unruled, is_wanted)
             survey.uses[id(parameters[n])] = use
         survey.is_shared = any(use.count > 1 for use in survey.uses.values())
+
+
+def _are_owned(parameters: Iterable[int], structure: Structure) -> bool:
+    """Whether the model of a graph owns some parameters, given by ``id``."""
+    owners, model = structure.owners, model_of(structure)
+    return all(key in owners and owner_of(owners[key][0]) is model for key in parameters)
 
 
 class PlannedFacts(NamedTuple):
@@ -364,12 +373,16 @@ class PlannedFacts(NamedTuple):
     def hold(self, known: Planned, structure: Structure, told: Told | None) -> bool:
         """Whether values tell the same sample ids, and opened calls have the same operations.
 
+        And whether the model owns the same parameters: one may have been replaced meanwhile.
+
         Args:
             known: The plan that these facts belong to.
             structure: The structure of the graph.
             told: The sample of each row that models received, by ``samples=``.
         """
         sites = [*structure.sites.values()]
+        if self.uses is not None and not self.uses.hold(structure):
+            return False
         if any(inside_of(sites[n]) != planned for n, planned in self.insides):
             return False
         if not (self.looked_at or self.read or self.compared):
@@ -401,7 +414,7 @@ class PlannedFacts(NamedTuple):
             self.uses.fill(survey, structure)
         sites = [*structure.sites]
         survey.loss_rows = {sites[n]: owners.tensor for n, owners in self.losses}
-        add_leaves(survey)
+        add_leaves(survey, structure.owners if self.uses is not None and self.uses.bare else None)
 
 
 def fill(

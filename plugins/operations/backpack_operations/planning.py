@@ -62,7 +62,7 @@ class Planning(CorePlanning):
         facts = known.plan.facts
         if facts is None or facts.hold(known, structure, self._survey.told):
             return known
-        why = "data, indices, or operations inside of a module differ"
+        why = "data, indices, owners of parameters, or operations inside of a module differ"
         self._context.history[f"surveyed: {why}"] += 1
         self.structure = None
         return None

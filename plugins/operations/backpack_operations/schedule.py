@@ -18,7 +18,7 @@ from backpack_core._torch import Node
 from backpack_core.engine.active import Group
 from backpack_core.engine.schedule import Passes, Schedule, guarded
 from backpack_core.errors import InternalError
-from backpack_core.record.call import Call, Site
+from backpack_core.record.call import Call, Edge, Site
 
 if TYPE_CHECKING:
     from backpack_operations.between import Operations  # which imports this file
@@ -49,6 +49,14 @@ class NodeSchedule(Schedule):
         """The lanes in which something waits at an output of a call."""
         lanes = range(len(self.groups))
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
+
+    def forget(self, lane: int, edge: Edge) -> None:
+        """Let go of what waits at an edge, if autograd had no need to get there."""
+        site, waiting = self.survey.site_at(edge), self.at_nodes.get(edge.node, {})
+        if site is not None:
+            self.take(lane, site)
+        elif waiting.pop(lane, None) is not None and not waiting:
+            del self.at_nodes[edge.node]
 
     def see_end(self) -> None:
         """Raise an error unless everything that was sent has been taken; see the base class."""

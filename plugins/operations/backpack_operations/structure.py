@@ -24,6 +24,7 @@ from backpack_core.record.models import NO_RUN, NO_RUN_OF_RANKS, Run, owner_of
 from backpack_operations import nodes
 from backpack_operations._torch import CopyNode
 from backpack_operations.noted import Noted, Unplanned, noted_of
+from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.received import (
     ModelRun,
     Rows,
@@ -136,6 +137,11 @@ class Structure:
         facts += sorted(range(len(lengths)), key=lengths.__getitem__)
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
+
+    @cached_property
+    def owners(self) -> dict[int, tuple[Module, str]]:
+        """The owning module of each parameter of all extended models, and its name there."""
+        return owned_by_models()
 
     # Calls ---------------------------------------------------------------------------------------
 

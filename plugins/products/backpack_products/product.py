@@ -263,7 +263,10 @@ class ComputedProduct(SampleProduct):
         self, product: SampleProduct, leaf: Tensor, pull: Callable[[Tensor], Tensor]
     ) -> None:
         """Store the product of the computed tensor, and the function that applies ``Jᵀ``."""
-        super().__init__(product.columns, product.samples, leaf.shape, product.like)
+        like = product.like
+        if like.is_floating_point() and leaf.is_floating_point():
+            like = like.to(leaf.dtype)  # autocast computes in another precision than the leaf has
+        super().__init__(product.columns, product.samples, leaf.shape, like)
         self.roots = product.roots
         self._product = product
         self._pull = pull
