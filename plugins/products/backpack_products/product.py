@@ -263,7 +263,8 @@ class ComputedProduct(SampleProduct):
         self, product: SampleProduct, leaf: Tensor, pull: Callable[[Tensor], Tensor]
     ) -> None:
         """Store the product of the computed tensor, and the function that applies ``Jᵀ``."""
-        super().__init__(product.columns, product.samples, leaf.shape, product.like)
+        like = product.like.to(leaf.dtype)  # under autocast, the layer has columns in another
+        super().__init__(product.columns, product.samples, leaf.shape, like)
         self.roots = product.roots
         self._product = product
         self._pull = pull
@@ -271,7 +272,8 @@ class ComputedProduct(SampleProduct):
     def part(self, columns: slice, samples: slice) -> Tensor:
         """``Jᵀ M`` of some columns and samples, through the graph of the computation."""
         mat = self._product.part(columns, samples)
-        product: Tensor = self._pull(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
+        pulled = self._pull(mat.flatten(0, 1)).to(self.like.dtype)
+        product: Tensor = pulled.unflatten(0, mat.shape[:2])
         return product
 
     def lasting(self) -> SampleProduct:
