@@ -183,6 +183,15 @@ def test_a_step_that_fails_on_the_way_moves_nothing() -> None:
         assert torch.equal(before, values(model))
 
 
+def test_a_model_that_is_converted_keeps_its_warm_start() -> None:
+    model, lossfunc, batches, _ = least_squares()
+    optimizer = GaussNewton(model, lossfunc, warm_start=0.9, rtol=1e-6)
+    optimizer.step(batches)
+    model.float()
+    optimizer.step([(x.float(), y.float()) for x, y in batches])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 class Rooted(nn.Module):
     """Its value is finite, its gradient is not."""
 

@@ -218,7 +218,7 @@ class GaussNewton(GroupedOptimizer):
         start = gradient.new_zeros(gradient.shape)
         if self._warm_start and all("direction" in self.state[p] for p in ggn.parameters):
             parts = [self.state[p]["direction"].flatten() for p in ggn.parameters]
-            start = self._warm_start * torch.cat(parts)
+            start = self._warm_start * torch.cat(parts).to(gradient)  # of a model since converted
         rest = gradient
         if bool(start.any()):
             rest = gradient - (ggn @ start + self.damping * start)
