@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad
 from tests.capture.nets import mlp
 from tests.capture.twins import Twins
@@ -125,6 +126,31 @@ def test_an_argument_that_is_overwritten() -> None:
         assert torch.equal(ours, right)
         twins.compare()
     assert twins.replays >= 4
+
+
+@pytest.mark.parametrize("kind", ["arguments", "a parameter"])
+def test_an_argument_in_memory_that_is_written(kind: str) -> None:
+    """Autograd refuses it if a layer has saved that memory; so do steps with a graph."""
+
+    def write(model: nn.Module, lossfunc: nn.Module) -> Function:
+        def step(x: Tensor, y: Tensor, memory: Tensor) -> Tensor:
+            output = model(x)
+            memory += 1.0
+            return lossfunc(output, y)
+
+        return step
+
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    twins = Twins(model, [BatchGrad()], write)
+    y = torch.randint(5, (5,))
+    for number in range(20):
+        x, memory = torch.rand(5, 5), torch.rand(5, 5)
+        twins.step(x, y, memory)
+        if number >= 8:
+            shared = x if kind == "arguments" else twins.model[2].weight.detach()
+            with pytest.raises((OverwrittenInputError, RuntimeError), match=r"in ?place"):
+                twins.step(x, y, shared.view(5, 5))
+    assert "0 compared" not in twins.step.report()
 
 
 def test_a_graph_that_is_wrong_is_dropped(

@@ -152,6 +152,41 @@ def test_autocast(name: str, extension: str, whole: bool) -> None:
                 assert float((ours - reference).abs().max()) < rtol * scale
 
 
+class Sequences(nn.Module):
+    """A layer that computes in half precision between others in single precision."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.table, self.inner, self.last = nn.Embedding(7, 4), inner, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(self.table(x))
+        found = found[0] if isinstance(found, tuple) else found
+        return self.last(found[:, -1])  # type: ignore[no-any-return]
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "GRU": lambda: nn.GRU(4, 4, batch_first=True),
+    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("make", [DiagGGNExact, partial(KFLR, fail_mode="block")])
+@pytest.mark.parametrize("name", INNER)
+def test_half_precision_inside_layers(name: str, make: Any) -> None:
+    """Rounding there is no other term, which would make curvature wrong."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model, x = Sequences(INNER[name]()), torch.randint(7, (6, 3))
+        problem = Problem(model, (x,), nn.MSELoss(), torch.randn(6, 3))
+        expected = _step(problem, make(), None, False)
+        found = _step(problem, make(), torch.bfloat16, False)
+        largest = max(float(reference.abs().max()) for reference in expected)
+        for ours, reference in zip(found, expected, strict=True):
+            assert float((ours - reference).abs().max()) < 0.1 * largest
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("whole", [False, True], ids=["forward", "step"])
 @pytest.mark.parametrize("name", ["mlp", "normalised", "convolutions"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -159,6 +160,50 @@ def test_a_group_of_adam_may_have_another_precision() -> None:
         assert torch.allclose(p, q, atol=1e-6)
 
 
+class Failing:
+    """Batches that cannot be read in one of the passes over them."""
+
+    def __init__(self, batches: list[Any], after: int = 10**9) -> None:
+        self.batches, self.left = batches, after
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError
+        return iter(self.batches)
+
+
+def test_a_step_that_fails_on_the_way_moves_nothing() -> None:
+    model, lossfunc, batches, _ = least_squares()
+    whole, before = Failing(batches), values(model)
+    GaussNewton(copy.deepcopy(model), lossfunc).step(whole)
+    for after in range(10**9 - whole.left):
+        with pytest.raises(ZeroDivisionError):
+            GaussNewton(model, lossfunc).step(Failing(batches, after))
+        assert torch.equal(before, values(model))
+
+
+def test_a_model_that_is_converted_keeps_its_warm_start() -> None:
+    model, lossfunc, batches, _ = least_squares()
+    optimizer = GaussNewton(model, lossfunc, warm_start=0.9, rtol=1e-6)
+    optimizer.step(batches)
+    model.float()
+    optimizer.step([(x.float(), y.float()) for x, y in batches])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+class Rooted(nn.Module):
+    """Its value is finite, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.zeros(())), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x) + self.scale.sqrt()
+        return result
+
+
 class TestRefusals:
     def test_parameters_of_two_precisions(self) -> None:
         _, x, y = net()
@@ -184,6 +229,20 @@ class TestRefusals:
         before = values(model)
         with pytest.raises(UsageError, match="no step was made"):
             GaussNewton(model, lossfunc).step([(batches[0][0] * float("nan"), batches[0][1])])
+        assert torch.equal(before, values(model))
+
+    @pytest.mark.parametrize("warm_start", [0.0, 0.9])
+    def test_a_gradient_that_is_not_finite(self, warm_start: float) -> None:
+        """Also that of a parameter that steps by AdamW."""
+        _, lossfunc, batches, _ = least_squares()
+        model = Rooted()
+        groups = [{"params": [model.scale], "method": "adam"}, {"params": model.layer.parameters()}]
+        optimizer, before = (
+            GaussNewton(model, lossfunc, groups, warm_start=warm_start),
+            values(model),
+        )
+        with pytest.raises(UsageError, match="The gradient of the parameter 'scale' is not finite"):
+            optimizer.step(batches)
         assert torch.equal(before, values(model))
 
     def test_dropout(self) -> None:

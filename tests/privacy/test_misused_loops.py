@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -85,6 +85,18 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a copy": (lambda: deepcopy(Loop().private), "cannot be copied"),
     "a pickle": (lambda: pickle.dumps(Loop().private), "Save private.state_dict()"),
+    "a copy of the optimizer": (
+        lambda: deepcopy([Loop().optimizer]),
+        "cannot be copied or pickled: a copy would take plain gradients",
+    ),
+    "a copy of the optimizer, with the same parameters": (
+        lambda: copy(Loop().optimizer),
+        "call make_private(...) for it",
+    ),
+    "a pickle of the optimizer": (
+        lambda: pickle.dumps(Loop().optimizer),
+        "Save optimizer.state_dict()",
+    ),
     "a loss with company": (
         lambda: Loop().each(lambda loop, x, y: loop.private.step((loop.loss(x, y), x))),
         "Got tuple",

@@ -96,7 +96,7 @@ class Graph:
         roots = {program.roots[n] for n in written}
         self._places = [i for i, n in enumerate(program.given) if n in roots]
         self._written = [t for n, t in program.known.items() if n in roots]
-        self._is_random = program.is_random
+        self._is_random, self._sharing = program.is_random, list[int]()
         self.replays = self.compared = self.reruns = self.in_a_row = self._held = 0
         self._compared_with = set[int]()  # how many gradients there were
 
@@ -164,6 +164,22 @@ class Graph:
         """Run the recorded code from now on."""
         self._why_not, self._is_pending, self.compilation = reason, False, None
         self._run, self._since, self._recorded_time = self.code.run, self.replays, 0.0
+
+    def note_sharing(self, given: Sequence[Tensor]) -> None:
+        """Note which tensors share memory, if the step writes to any: then it is another step."""
+        self._sharing = self._shared(given)
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether arguments share memory with each other, and with parameters, as noted."""
+        return self._shared(given) == self._sharing
+
+    def _shared(self, given: Sequence[Tensor]) -> list[int]:
+        """For each tensor, the place of the first one in the same memory; empty if none counts."""
+        if not (self._places or self._written):
+            return []
+        firsts = dict[int, int]()
+        memories = [t.untyped_storage().data_ptr() for t in (*given, *self.program.known.values())]
+        return [firsts.setdefault(memory, place) for place, memory in enumerate(memories)]
 
     def takes_gradients(self) -> bool:
         """Whether gradients can be added to the existing ones, which are counted."""

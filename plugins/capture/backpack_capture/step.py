@@ -61,6 +61,10 @@ class _Form:
         after = self.passes + 1
         return after in EARLY or (not self.was_measured and not 2 < after < EARLY[-1])
 
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether the graph, if there is one, serves arguments in this memory."""
+        return self.graph is None or self.graph.fits(given)
+
 
 class CapturedStep:
     """What :func:`~backpack_capture.capture` returns. Call it like the captured function."""
@@ -105,7 +109,7 @@ class CapturedStep:
             else:
                 form = (len(args),)
             key = form, tuple([key_of(t) for t in given])
-            found = self._find(key)
+            found = self._find(key, given)
             if found is not None and found.graph is not None:
                 self._forms.move_to_end(key)
                 return self._replay(found, given, args, kwargs)
@@ -113,9 +117,9 @@ class CapturedStep:
             self._give_up(found)
             return returned
 
-    def _find(self, key: Hashable) -> _Form | None:
+    def _find(self, key: Hashable, given: Sequence[Tensor]) -> _Form | None:
         forms = self._forms.get(key, ())
-        return next((form for form in forms if form.guard.holds()), None)
+        return next((form for form in forms if form.guard.holds() and form.fits(given)), None)
 
     def _step(
         self, key: Hashable, given: list[Tensor], args: Any, kwargs: Any, form: _Form | None
@@ -144,6 +148,7 @@ class CapturedStep:
         self._by_engine += 1
         if isinstance(graph, Graph):
             form.graph, form.guard = graph, Guard(form.watch)
+            graph.note_sharing(given)
             if self._compiler is not None:
                 graph.compile(self._compiler.begin, given)
         elif isinstance(graph, Refused):
@@ -263,7 +268,7 @@ class CapturedStep:
 
     def holds(self, *args: Tensor) -> bool:
         """Whether a step with these tensors would be replayed now, as the guard says."""
-        found = self._find(((len(args),), tuple(map(key_of, args))))
+        found = self._find(((len(args),), tuple(map(key_of, args))), args)
         return found is not None and found.graph is not None
 
     def report(self) -> str:

@@ -26,6 +26,7 @@ from backpack_checks.dyed import (
     history,
     largest,
 )
+from backpack_checks.units import coarsest_at
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, LossRule
@@ -38,6 +39,7 @@ from backpack_operations.alignment import Crossing
 from backpack_operations.apart import cross_columns
 from backpack_operations.batch import is_doubtful
 from backpack_operations.owners import Owners, rows_at_loss
+from backpack_operations.paths import inside
 from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import Columns, Root
 from backpack_products.loss import HessianLossRule
@@ -172,8 +174,9 @@ class DyePropagator(Propagator):
             raise
         except Exception:  # the other quantities may not need this product
             return lost
+        unit = max(quantity.unit, self._unit_inside(view))
         return {
-            i: quantity._replace(columns=quantity.columns.split(p))
+            i: quantity._replace(columns=quantity.columns.split(p), unit=unit)
             for i, p in enumerate(products)
             if p is not None
         }
@@ -267,6 +270,15 @@ class DyePropagator(Propagator):
             own = own if own is not None and own.shape == total.shape[1:] else None
             self._judge.compare(where, arrived, own, positions[nr])
         return are_all
+
+    def _unit_inside(self, view: View) -> float:
+        """The coarsest rounding unit in a call, which autocast may turn into half precision.
+
+        Only autograd's gradient rounds so: a rule computes in the precision of what it received.
+        """
+        if not self._question.is_curvature:
+            return 0.0
+        return coarsest_at(inside(self._survey.sites[view.call, view.index]))
 
     def _cross(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
         """Send the dye through a node, or compare it here and start anew behind the node."""

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from backpack_checks._torch import hook_leaf_first
 from backpack_checks.trust import Trust
+from backpack_checks.units import coarsest_at, coarsest_of
 from backpack_core._torch import graph_task_id
 from backpack_core.contract.rules import Normaliser
 from backpack_core.engine.active import Group
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import Survey
-from backpack_operations._torch import metadata_of
 from backpack_operations.order import behind
 from backpack_operations.refusals import named
 from backpack_products.affine import AffineProduct
@@ -28,7 +28,6 @@ from backpack_products.extensions import FirstOrderExtension
 from backpack_products.operations import batch_sum
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.scale import ScaleProduct
-from backpack_products.values import rounding_unit
 
 
 class SumCheck(FirstOrderExtension):
@@ -50,7 +49,7 @@ class SumCheck(FirstOrderExtension):
         super().__init__()
         self._survey, self._trust = survey, trust
         # Under autocast, gradients in single precision may have been computed in half precision.
-        self._unit = _unit(call.stored.outputs[index] for call, index in survey.sites)
+        self._unit = coarsest_of(call.stored.outputs[index] for call, index in survey.sites)
         self._task = -1
         self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by graph task of autograd
         self._join(groups)
@@ -108,7 +107,7 @@ class SumCheck(FirstOrderExtension):
         terms = dict(zip(values, _numbers(size for _, size in values.values()), strict=True))
         differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
         for (parameter, *tensors), difference in zip(compared, differences, strict=True):
-            unit = max(self._unit, _unit(tensors))
+            unit = max(self._unit, coarsest_of(tensors))
             # Terms may also cancel on the way to the parameter, as at a softmax.
             size = sizes[parameter], max(terms[parameter], widest / 32)
             if difference > _allowed(*size, unit):  # false for values that are not finite
@@ -123,11 +122,7 @@ class SumCheck(FirstOrderExtension):
 
         It may be coarser than those of the results, as at normalisations in single precision.
         """
-        return _unit(
-            metadata_of(node, nr)
-            for node in behind(site.edge.node for site in self._survey.sites.values())
-            for nr in range(len(node._input_metadata))
-        )
+        return coarsest_at(behind(site.edge.node for site in self._survey.sites.values()))
 
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
@@ -162,11 +157,6 @@ def _allowed(gradient: float, terms: float, unit: float) -> float:
     """The difference that rounding may cause in a gradient, given the size of its terms."""
     bound: float = unit**0.7
     return max(gradient * bound, terms * min(32 * unit, bound))
-
-
-def _unit(tensors: Iterable[Any]) -> float:
-    """The coarsest rounding unit of some tensors, or of metadata of tensors."""
-    return max((rounding_unit(t) for t in tensors if t.dtype.is_floating_point), default=0.0)
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -126,8 +126,9 @@ class GaussNewton(GroupedOptimizer):
             The loss before the step.
 
         Raises:
-            UsageError: ``batches`` is wrong; the model has exchanged a parameter; the loss is not
-                finite; or a reason given for :class:`backpack_secondorder.over_data.GGN`.
+            UsageError: ``batches`` is wrong; the model has exchanged a parameter; the loss or a
+                gradient is not finite; or a reason given for
+                :class:`backpack_secondorder.over_data.GGN`.
         """
         if batches is None or callable(batches) or not isinstance(batches, Iterable):
             raise UsageError(
@@ -159,10 +160,7 @@ class GaussNewton(GroupedOptimizer):
                 f"The loss is {float(loss)}, so no step was made: look at the targets and at the "
                 "outputs of the model, or leave these batches out."
             )
-        trained = [p for p in self._all() if p.requires_grad]
-        gradients: dict[Tensor, Tensor] = {}
-        for alike in by_form(trained):  # a matrix has one precision and one device
-            gradients.update(zip(alike, self._matrix(batches, alike).gradient(), strict=True))
+        gradients = self._gradients(batches)
         for parameter in self._all():
             parameter.grad = gradients.get(parameter)  # frozen ones have none
         with torch.no_grad():
@@ -194,13 +192,33 @@ class GaussNewton(GroupedOptimizer):
     def _matrix(self, batches: Iterable[Any], parameters: list[Tensor]) -> GGN:
         return GGN(self.model, self._lossfunc, batches, parameters, **self._data)
 
+    def _gradients(self, batches: Iterable[Any]) -> dict[Tensor, Tensor]:
+        """The gradients of all trained parameters.
+
+        Raises:
+            UsageError: A gradient is not finite.
+        """
+        found: dict[Tensor, Tensor] = {}
+        for alike in by_form(p for p in self._all() if p.requires_grad):  # one matrix for each
+            found.update(zip(alike, self._matrix(batches, alike).gradient(), strict=True))
+        bad = next(
+            (p for p, gradient in found.items() if not bool(gradient.isfinite().all())), None
+        )
+        if bad is not None:
+            raise UsageError(
+                f"The gradient of the parameter {self.name_of(bad)!r} is not finite, though the "
+                "loss is, so no step was made: look for roots and divisions at zero in the net, or "
+                "leave these batches out."
+            )
+        return found
+
     def _direction(self, ggn: GGN) -> list[Tensor]:
         """``(G + damping · I)⁻¹ g``, for each parameter."""
         gradient = torch.cat([p.grad.flatten() for p in ggn.parameters if p.grad is not None])
         start = gradient.new_zeros(gradient.shape)
         if self._warm_start and all("direction" in self.state[p] for p in ggn.parameters):
             parts = [self.state[p]["direction"].flatten() for p in ggn.parameters]
-            start = self._warm_start * torch.cat(parts)
+            start = self._warm_start * torch.cat(parts).to(gradient)  # of a model since converted
         rest = gradient
         if bool(start.any()):
             rest = gradient - (ggn @ start + self.damping * start)
@@ -226,21 +244,24 @@ class GaussNewton(GroupedOptimizer):
         adapts = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0
         predicted = self._predicted(ggn, step) if adapts else 0.0
 
-        def go(scale: float) -> None:
-            for parameter, start, part in zip(ggn.parameters, before, step, strict=True):
-                parameter.copy_(start + scale * part)
-
-        for halving in range(self._halvings + 1):
-            go(0.5**halving)
-            looks = adapts or self._halvings
-            change = float(ggn.loss()) - loss if looks else 0.0
-            if adapts and not halving and self._adapt is not None:
-                self.damping = self._adapt(self.damping, change, predicted)
-            if change <= 0 or not self._halvings:
-                for parameter, start, group in zip(ggn.parameters, before, own, strict=True):
+        is_made = False
+        try:
+            for halving in range(self._halvings + 1):
+                for parameter, start, part in zip(ggn.parameters, before, step, strict=True):
+                    parameter.copy_(start + 0.5**halving * part)
+                looks = adapts or self._halvings
+                change = float(ggn.loss()) - loss if looks else 0.0
+                if adapts and not halving and self._adapt is not None:
+                    self.damping = self._adapt(self.damping, change, predicted)
+                is_made = change <= 0 or not self._halvings
+                if is_made:
+                    break
+        finally:  # batches may raise an error, and steps may be infinite
+            for parameter, start, group in zip(ggn.parameters, before, own, strict=True):
+                if is_made:
                     parameter.sub_(group["lr"] * group["weight_decay"] * start)
-                return
-        go(0.0)
+                else:
+                    parameter.copy_(start)
 
     def _predicted(self, ggn: GGN, step: list[Tensor]) -> float:
         """How much the quadratic model changes by a step."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
+from backpack_privacy.copies import twin_of
 from backpack_privacy.processes import Processes
 from backpack_privacy.scalers import SCALED
 from backpack_privacy.shards import local
@@ -68,7 +68,7 @@ class Movement:
         self._versions = {}  # a step that fails may have moved something
         if not self._left:
             return
-        twin = deepcopy(self._optimizer)  # takes along no hooks, and not what scalers leave
+        twin = twin_of(self._optimizer)  # takes along no hooks, and not what scalers leave
         for name in SCALED & vars(self._optimizer).keys():
             setattr(twin, name, getattr(self._optimizer, name))
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
 from backpack_privacy.captured import CapturedSteps
+from backpack_privacy.copies import allow_copies, refuse_copies
 from backpack_privacy.given import Given
 from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
@@ -91,6 +92,7 @@ class Private(Spending):
             optimizer.register_step_post_hook(self._after_step),
         ]
         PRIVATE.add(optimizer)
+        refuse_copies(optimizer)
 
     # The loops
 
@@ -332,6 +334,7 @@ class Private(Spending):
         self._scalers.close()
         self._given.take_back()
         PRIVATE.discard(self.optimizer)
+        allow_copies(self.optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copies and pickles: the spending of two copies would not be added up.

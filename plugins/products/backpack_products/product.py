@@ -274,7 +274,8 @@ class ComputedProduct(SampleProduct):
     def part(self, columns: slice, samples: slice) -> Tensor:
         """``Jᵀ M`` of some columns and samples, through the graph of the computation."""
         mat = self._product.part(columns, samples)
-        product: Tensor = self._pull(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
+        pulled = self._pull(mat.flatten(0, 1)).to(self.like.dtype)
+        product: Tensor = pulled.unflatten(0, mat.shape[:2])
         return product
 
     def lasting(self) -> SampleProduct:
