@@ -114,7 +114,7 @@ def seeded_at_the_end(model: nn.Module, lossfunc: nn.Module) -> Function:
     return step
 
 
-@because("an argument of type Generator")
+@because("draws numbers with a Generator: that of your code")
 def own_generator(model: nn.Module, lossfunc: nn.Module) -> Function:
     generator = torch.Generator().manual_seed(0)
     return lambda x, y: lossfunc(model(x), y) * torch.rand((), generator=generator)
