@@ -162,9 +162,9 @@ class Perturbations(Mapping[str, Any]):
         self._count[path] += 1
         shape = received.shape[not self._each :]
         if number == len(made) or not _fits(made[number].value, shape, received):
-            new = Perturbation(shape, received)
+            new = extend(Perturbation(shape, received))
             new.__dict__[PATH_ATTRIBUTE] = path
-            made[number : number + 1] = [extend(new)]
+            made[number : number + 1] = [new]
         perturbation = made[number]
         # Not through the module: its rule adds up samples. A plain function is looked at entry by
         # entry, wherever samples lie.
