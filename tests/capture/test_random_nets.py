@@ -1,7 +1,7 @@
 """Captured steps of random nets: equal to the engine's, whatever is captured and what is not.
 
-Every sixth of ``--nets`` is drawn. For a long run of 5,000, on all cores,
-``make test ARGS="--nets=30000 tests/capture/test_random_nets.py"``.
+Every twelfth of ``--nets`` is drawn. For a long run of 5,000, on all cores,
+``make test ARGS="--nets=60000 tests/capture/test_random_nets.py"``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.nets.truth import fresh
 from tests.nets.verdict import Prepared
 
 BLOCKS = 5
-SHARE = 6  # of the nets that the suite draws, one of so many
+SHARE = 12  # of the nets that the suite draws, one of so many
 LARGEST_BLOCK = 50
 STEPS = 8
 CODE = {"HMP", "GGNMP", "PCHMP", "DiagHMP", "GGNGram"}  # it holds the graph

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.grid(9)
+@pytest.mark.grid(18)
 @parametrize_checks(LAYERS)
 def test_layer(check):
     check()
