@@ -11,7 +11,17 @@ from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, UnsupportedError
-from backpack_core.extensions import GGNMP, HMP, KFRA, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import (
+    GGNMP,
+    HMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    BatchGrad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+)
 from tests import oracle
 from tests.cases import Net
 
@@ -95,6 +105,27 @@ def test_a_term_beside_the_loss_behind_a_function_of_ones_own(extension: Any, ch
         backpack(extension(), check=check),
     ):
         loss.backward()
+
+
+class Accumulated(torch.autograd.Function):
+    """A cumulative sum over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.flip(0).cumsum(0).flip(0)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagGGNMC, KFLR, lambda: KFAC(mc_samples=2)])
+def test_mixing_inside_a_function_of_ones_own(extension: Any) -> None:
+    net = Net(
+        lambda net, x: net.b(Accumulated.apply(net.a(x))), a=nn.Linear(3, 3), b=nn.Linear(3, 3)
+    )
+    with pytest.raises(SampleMixingError):
+        run(net, extension())
 
 
 @pytest.mark.parametrize("side", ["before", "behind"])
