@@ -168,7 +168,6 @@ class Sequences(nn.Module):
 INNER: dict[str, Callable[[], nn.Module]] = {
     "GRU": lambda: nn.GRU(4, 4, batch_first=True),
     "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
 }
 
 

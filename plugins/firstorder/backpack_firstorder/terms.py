@@ -115,7 +115,7 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
         index = range(samples)[index]  # tensors cannot be read backwards
     if isinstance(index, (tuple, str)):
         raise IndexError(
-            f"Gradients are indexed by sample alone: [0, 1], a list, for two samples, and "
+            "Gradients are indexed by sample alone: [0, 1], a list, for two samples, and "
             f".dense()[0, 1] for a part of one. Got {index!r:.80}."
         )
     if isinstance(index, Iterable) and not isinstance(index, Tensor):  # arrays of NumPy, too
