@@ -1,8 +1,9 @@
 """Processes of tests, forked from one that has imported torch: each of them saves that second.
 
 Two servers, which start when they are first asked. One has imported torch alone, and runs scripts
-as a fresh interpreter would. One has imported this library, too, and runs functions, as ranks of a
-group. No wait is without a limit: a process that hangs fails its test, and the tests go on.
+as a fresh interpreter would. The other has loaded this library's plugins, too, and runs functions,
+as ranks of a group. No wait is without a limit: a process that hangs fails its test, and the tests
+go on.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from typing import Any
 import torch.multiprocessing
 from torch import distributed
 
-# Of a library, only what any process of it imports.
-PRELOADED = ["torch.distributed.fsdp", "backpack_core.extensions", "backpack_data"]
+PRELOADED = ["tests.preloaded"]
 
 LIMIT = 300  # seconds that a process may take
 

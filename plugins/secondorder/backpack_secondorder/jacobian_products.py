@@ -66,16 +66,17 @@ class OutputJacobian:
             UnsupportedError: An operation of the net has no finite second derivative.
         """
         self._check(vectors)
-        dtype = reduce(torch.promote_types, (vector.dtype for vector in vectors.values()))
+        dtype = reduce(torch.promote_types, {vector.dtype for vector in vectors.values()})
         with suspended(), without_autocast(), explained():
             dummy, images = self._images
             # The transposed product is linear in the dummy: its derivative is the product.
-            live = [p for p, image in images.items() if p in vectors and image.requires_grad]
-            if not live:
+            pairs = [(image, vectors.get(parameter)) for parameter, image in images]
+            given = [(image, vector) for image, vector in pairs if vector is not None]
+            if not given:
                 return self._cut(torch.zeros_like(dummy, dtype=dtype).detach())
-            outputs, given = [images[p] for p in live], [vectors[p] for p in live]
-            (found,) = gradients(outputs, (dummy,), given, self._is_differentiable)
-        if not is_finite(found) and all(map(is_finite, given)):
+            outputs, directions = zip(*given, strict=True)
+            (found,) = gradients(outputs, (dummy,), directions, self._is_differentiable)
+        if not is_finite(found) and all(map(is_finite, directions)):
             raise UnsupportedError(
                 "The Jacobian of the net times a finite vector is not finite. An operation has no "
                 "finite second derivative in torch where it was evaluated (a power or a root of "
@@ -105,10 +106,11 @@ class OutputJacobian:
             return self._sent(whole, parameters or self.parameters, self._is_differentiable)
 
     @cached_property
-    def _images(self) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        """A dummy ``u`` at the output, and ``Jᵀ u`` as functions of it."""
+    def _images(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """A dummy ``u`` at the output; by parameter ``Jᵀ u`` as a function of it, unless zero."""
         dummy = somewhere(self._like)
-        return dummy, self._sent(dummy, self.parameters, True)
+        sent = self._sent(dummy, self.parameters, True).items()
+        return dummy, [(parameter, image) for parameter, image in sent if image.requires_grad]
 
     def _sent(
         self, vector: Tensor, parameters: Sequence[Tensor], create_graph: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -226,7 +227,7 @@ class CurvatureOperator(Operator):
 def is_finite(mat: Tensor) -> bool:
     """Whether all numbers are finite; true for tensors without values (fake ones)."""
     # A sum is faster to check, and finite only if all numbers are.
-    return is_symbolic(mat) or bool(mat.sum().isfinite()) or bool(mat.isfinite().all())
+    return is_symbolic(mat) or cmath.isfinite(mat.sum().item()) or bool(mat.isfinite().all())
 
 
 def loss_terms(view: View) -> list[Term]:
