@@ -364,6 +364,8 @@ def doctor(fake_distribution: FakeDistribution, monkeypatch: Any) -> Callable[..
             modules={"slip_module": source},
         )
         monkeypatch.setattr("backpack_core.cli.doctor.load_isolated", loaded_here)
+        # It looks for the models of transformers, whose import takes seconds each.
+        monkeypatch.setenv("BACKPACK_BLOCK_PLUGINS", "backpack-plugin-transformers")
         findings = examine(limit=60).findings
         # Families name libraries that may not be installed, which is found, too.
         (found,) = [f for f in findings if "backpack-plugin-slip" in f.who]
