@@ -90,7 +90,8 @@ def through_node(
     if operation in ("Gather", "IndexSelect") and first.dim():
         axis = nodes.axes_of(node)[0]
         if first.shape[axis] == 1:  # whatever is picked along it; fewer entries of other axes
-            return first[tuple(slice(n if m > 1 else 1) for n, m in zip(shape, first.shape))]
+            pairs = zip(shape, first.shape, strict=True)
+            return first[tuple(slice(n if m > 1 else 1) for n, m in pairs)]
     if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
         return along(first.flatten(), 0, shape)  # all of it is of one sample
     if operation in nodes.VIEWS or nodes.hands_on(node):
