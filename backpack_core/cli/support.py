@@ -254,6 +254,7 @@ def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
 _MIXING = "samples of the batch influence each other here, so it has no value (use eval mode)"
 _NO_SECOND = "it needs a second derivative, and the rule has none"
 _UNKNOWN = "it needs Kronecker structure, which operations may have: run it, or write an AffineRule"
+_NONLINEAR = "it needs a second derivative in a parameter, and the rule has none"
 _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take AffineRule"
 
 
@@ -294,6 +295,8 @@ def _declared(module: Module, resolved: Resolved, extension: type[Extension]) ->
         if issubclass(extension, FirstOrderExtension):
             return "-", ""
         return ("autodiff" if resolved.is_fallback else "rule"), ""
+    if needs == "second derivative" and not covered <= {*getattr(rule, "linear_in_params", ())}:
+        return "refused", _NONLINEAR
     if needs == "structure" and not _has_structure(rule, module, parameters | covered):
         return "refused", _UNKNOWN if resolved.is_fallback else _NO_STRUCTURE
     if parameters - covered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registry import registry
 from backpack_data import files
 from backpack_data.shards import whole
-from backpack_products.fingerprint import Fingerprint, Marked, agreed
+from backpack_products.fingerprint import Fingerprint, Marked, agreed, same_name
 from backpack_products.merging import OverBatches, declaration
 
 Place = tuple[str, str]
@@ -68,7 +69,14 @@ class Quantities(Mapping[Place, Any]):
         self.batches, self.normaliser, self.plugins = batches, normaliser, dict(plugins or {})
 
     def __getitem__(self, place: Place) -> Any:
-        """The value of a parameter in a field: ``found["0.weight", "kfac"]``."""
+        """The value of a parameter in a field: ``found["0.weight", "kfac"]``.
+
+        Names with and without the prefix of modules that ``torch.compile`` wraps are the same.
+        """
+        if place not in self._values and isinstance(place, tuple) and len(place) == 2:
+            own = [path for path, field in self._values if field == place[1]]
+            with suppress(KeyError):
+                place = same_name(str(place[0]), own), place[1]
         if place not in self._values:
             known = {f"{path}, {field}": None for path, field in self._values}
             asked = ", ".join(map(str, place if isinstance(place, tuple) else (place,)))
@@ -127,7 +135,7 @@ class Quantities(Mapping[Place, Any]):
                 plugins.
             ShapeError: Values have several shapes.
         """
-        if self.keys() != other.keys():
+        if len(self) != len(other) or any(place not in other for place in self):
             missing = sorted(self.keys() ^ other.keys())[:3]
             raise UsageError(
                 f"Only one of the two has values for {missing}: they cannot be combined."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from backpack_core import extensions as known
 from backpack_core.errors import BackpackError
 from tests.capture.nets import NETS
 from tests.capture.twins import Function, Twins, same
+from tests.cases import Net
 
 pytestmark = [
     pytest.mark.usefixtures("reproducible"),
@@ -275,3 +277,28 @@ def test_many_extensions_at_once() -> None:
     twins = Twins(make(), [made(name) for name in names])
     twins.train([draw(4) for _ in range(8)])
     assert twins.replays == 4
+
+
+def gathered(h: Tensor, where: Tensor) -> Tensor:
+    return h.gather(1, where[:, :2])
+
+
+def written(h: Tensor, where: Tensor) -> Tensor:
+    """Into other places of the same sample, with time in front."""
+    place = torch.zeros_like(h).transpose(0, 1)
+    return place.scatter_add(0, where.transpose(0, 1), h.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", ["BatchGrad", "DiagGGNExact", "KFAC"])
+@pytest.mark.parametrize("move", [gathered, written])
+def test_indices_that_the_model_computes(move: Callable[..., Tensor], name: str) -> None:
+    """The engine looks whose the entries are, in every pass."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        where = h.sum(2, keepdim=True).argsort(1).expand_as(h)
+        return net.b(move(h, where).cumsum(1)).sum(1)
+
+    twins = Twins(Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 3)), [made(name)])
+    twins.train([(torch.randn(4, 5, 3), torch.randint(3, (4,))) for _ in range(7)])
+    assert twins.replays == 3, twins.step.report()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from backpack_capture import CaptureWarning, capture
 from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
-from backpack_core.extensions import GGNMP, BatchGrad, GGNGram
+from backpack_core.extensions import GGNMP, KFAC, BatchGrad, GGNGram
 from tests.capture.twins import same
+from tests.cases import Net
 
 Function = Callable[[Tensor, Tensor], Any]
 Write = Callable[[nn.Module, nn.Module], Function]
@@ -114,7 +115,7 @@ def seeded_at_the_end(model: nn.Module, lossfunc: nn.Module) -> Function:
     return step
 
 
-@because("draws numbers with a Generator: that of your code")
+@because("draws numbers with a Generator")
 def own_generator(model: nn.Module, lossfunc: nn.Module) -> Function:
     generator = torch.Generator().manual_seed(0)
     return lambda x, y: lossfunc(model(x), y) * torch.rand((), generator=generator)
@@ -344,6 +345,25 @@ def test_shapes_that_are_always_others() -> None:
         step(torch.rand(64, 3), torch.randint(2, (64,)))
     step(torch.rand(65, 3), torch.randint(2, (65,)))
     assert model[0].weight.grad_batch.shape == (65, 4, 3)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, KFAC])
+def test_tokens_that_are_handed_to_experts(extension: Any) -> None:
+    """A recorded step may make a plan, which keeps tensors; that is not why it is refused."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h, which = net.a(x), (x[:, 0] > 0).nonzero().flatten()
+        return h.index_add(0, which, net.b(h[which]))
+
+    torch.manual_seed(0)
+    model = extend(Net(forward, a=nn.Linear(3, 2), b=nn.Linear(2, 2)))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, extension())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(24):
+            step(torch.randn(4, 3), torch.randint(2, (4,)))
+    assert "from values, which differ each time" in step.report()
 
 
 def test_steps_are_not_copied() -> None:

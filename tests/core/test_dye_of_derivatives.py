@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -126,6 +127,42 @@ def test_mixing_inside_a_function_of_ones_own(extension: Any) -> None:
     )
     with pytest.raises(SampleMixingError):
         run(net, extension())
+
+
+@pytest.fixture(scope="module")
+def operator() -> Any:
+    """An operator of the user's: ``x @ x.cumsum(0)`` entry by entry, or ``x²`` if not mixed."""
+
+    @torch.library.custom_op("backpack_tests::steps", mutates_args=())
+    def steps(x: Tensor, mixed: bool) -> Tensor:
+        return x * (x.cumsum(0) if mixed else x)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.mixed = inputs[1]
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        if not ctx.mixed:
+            return 2 * x * grad, None
+        return x.cumsum(0) * grad + (grad * x).flip(0).cumsum(0).flip(0), None
+
+    torch.library.register_autograd("backpack_tests::steps", backward, setup_context=setup)
+    return steps
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["before a layer", "at the end"])
+def test_an_operator_of_ones_own(operator: Any, last: bool) -> None:
+    """Its formula may be called twice, so first order finds samples that mix inside it, too."""
+    for mixed in (True, False):
+        net = Net(
+            lambda net, x, mixed=mixed: (net.b if last else torch.sin)(operator(net.a(x), mixed)),
+            a=nn.Linear(3, 3),
+            b=nn.Linear(3, 3),
+        )
+        with pytest.raises(SampleMixingError, match="steps") if mixed else nullcontext():
+            run(net, BatchGrad())
+    oracle.assert_close(net.a.weight.grad_batch.sum(0), net.a.weight.grad)
 
 
 @pytest.mark.parametrize("side", ["before", "behind"])

@@ -134,3 +134,37 @@ def test_kronecker_factors_of_a_head_behind_stacked_steps(samples: int, steps: i
         found.append([*vars(head.weight)["kflr"], *vars(head.bias)["kflr"]])
     for moved, usual in zip(*found, strict=True):
         oracle.assert_close(moved, usual)
+
+
+ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda h, order: h[order],
+    "gather": lambda h, order: h.take_along_dim(order.unsqueeze(1), 0),
+    "index_select": lambda h, order: h.index_select(0, order),
+}
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, KFLR])
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_layer_between_a_permutation_and_its_inverse(name: str, extension: Any) -> None:
+    """Other orders in each pass: the first pass has the samples in order, and is measured."""
+    pick, lossfunc = ORDERS[name], extend(nn.CrossEntropyLoss())
+    model = extend(
+        Net(
+            lambda net, x, order: pick(net.b(pick(net.a(x), order).tanh()), order.argsort()).cos(),
+            a=nn.Linear(2, D),
+            b=nn.Linear(D, C),
+        ).double()
+    )
+    for number in range(8):
+        x, y = torch.randn(4, 2).double(), torch.randint(C, (4,))
+        found = []
+        for order in (torch.arange(4).roll(number), torch.arange(4)):
+            with backpack(extension()):
+                lossfunc(model(x, order), y).backward()
+            found.append(getattr(model.b.weight, extension().savefield))
+        for moved, usual in zip(*map(_all, found), strict=True):
+            oracle.assert_close(moved, usual)
+
+
+def _all(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [*result]

@@ -67,6 +67,35 @@ def test_a_net_on_a_grid_gives_the_bias_of_a_function(features: int) -> None:
     compare(Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, features)))
 
 
+BIASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda scores, bias: scores + bias.permute(2, 0, 1),
+    "added, with an axis for samples": lambda s, bias: s + bias.permute(2, 0, 1).unsqueeze(0),
+    "expanded": lambda scores, bias: scores + bias.sin().permute(2, 0, 1).expand_as(scores),
+}
+
+
+@pytest.mark.parametrize("steps", [N, N - 1])
+@pytest.mark.parametrize("kind", ["table", "net"])
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_of_attention_by_relative_positions(name: str, kind: str, steps: int) -> None:
+    """However wide: it is added to every sample, so it has none of its own."""
+    places = torch.arange(steps)
+    apart = places[:, None] - places + steps - 1
+    bias: nn.Module = nn.Embedding(2 * steps - 1, 6)
+    if kind == "net":
+        apart = torch.stack([apart, apart.T], 2).double()
+        last = nn.Linear(9, 6, bias=False)  # a softmax ignores one
+        bias = nn.Sequential(nn.Linear(2, 9), nn.Tanh(), last)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        heads = net.a(x).transpose(1, 2).unsqueeze(-1)  # [N, H, T, 1]
+        scores = BIASES[name](heads * heads.mT, net.bias(apart))
+        return net.b((scores.softmax(-1) @ heads).squeeze(-1).mT.mean(1))  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(D, 6), b=nn.Linear(6, D), bias=bias)
+    compare(Problem(model, (torch.randn(N, steps, D),), nn.MSELoss(), torch.randn(N, D)))
+
+
 def test_preprocessed_data_are_no_table() -> None:
     """What is added to the samples entry by entry has its own row of each, as if it were given."""
     x, more, y = torch.randn(N, D), torch.randn(N, 1), torch.randn(N, D)

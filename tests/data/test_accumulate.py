@@ -40,6 +40,7 @@ from backpack_core.extensions import (
 )
 from backpack_data import Quantities, accumulate, combined
 from backpack_products import FirstOrderExtension
+from backpack_secondorder.blocks import BlockDiagonal
 from tests.data.problems import (
     DETERMINISTIC,
     assert_same,
@@ -546,3 +547,28 @@ def test_texts_of_several_lengths_are_not_joined(extension: Extension) -> None:
 class Turned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mT
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_names_with_and_without_those_of_compiled_modules(tmp_path: Path, is_whole: bool) -> None:
+    """Results of a compiled model are found, and combined, under the names of the plain one."""
+    plain = run(KFLR(), DiagGGNExact())
+    model: Any = net()
+    if is_whole:
+        model = torch.compile(model, backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    loader = batches(*data(), 3, 3, 1)
+    found = accumulate(model, loss(), loader, KFLR(), DiagGGNExact(), progress=False)
+    assert {path for path, _ in found} == {name for name, _ in model.named_parameters()}
+    found.save(tmp_path / "found.safetensors")
+    loaded = Quantities.load(tmp_path / "found.safetensors")
+    total, blocks = plain + loaded, BlockDiagonal(loaded.field("kflr"))
+    for (name, _), own in zip(net().named_parameters(), model.named_parameters(), strict=True):
+        assert_same(loaded[name, "diag_ggn_exact"], plain[name, "diag_ggn_exact"])
+        assert_same(total[own[0], "diag_ggn_exact"], 2 * plain[name, "diag_ggn_exact"])
+        assert_same(blocks[name].dense(), plain.field("kflr")[own[0]].dense())
+    with pytest.raises(KeyError):
+        loaded["0.wight", "kflr"]
+    with pytest.raises(KeyError):
+        blocks["0.wight"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -286,3 +287,39 @@ def test_computed_weights(compute: Any, extension: Any, whole: bool) -> None:
     ):
         assert ours.dtype == torch.float32
         oracle.assert_close(ours, reference, 0.03)
+
+
+class OnWeights(nn.Module):
+    """Two heads share a weight, one of them outside of autocast; by a module, or by functions."""
+
+    def __init__(self, by_functions: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3, bias=False)
+        self.by_functions = by_functions
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.table(x)
+        use = partial(F.linear, weight=self.head.weight) if self.by_functions else self.head
+        found = use(h)
+        with torch.autocast("cpu", enabled=False):
+            return found.transpose(1, 2), use(h.tanh())
+
+
+def test_losses_of_which_one_leaves_autocast() -> None:
+    """A weight that autocast has converted keeps its Kronecker structure, as at a module."""
+    x, y, z = torch.randint(7, (6, 3)), torch.randint(3, (6, 3)), torch.randn(6, 3, 3)
+    models = [extend(OnWeights(by_functions)) for by_functions in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16):
+            one, other = model(x)
+            loss = first(one, y)
+        loss = loss + second(other, z)
+        with backpack(KFLR(), BatchGrad()):
+            loss.backward()
+    module, function = (vars(model.head.weight) for model in models)
+    for ours, expected in zip(function["kflr"], module["kflr"], strict=True):
+        assert ours.dtype == torch.float32
+        oracle.assert_close(ours, expected, 0.02)
+    oracle.assert_close(function["grad_batch"], module["grad_batch"], 0.02)

@@ -398,6 +398,23 @@ def test_targets_that_are_all_ignored() -> None:
         assert not value.any()
 
 
+@pytest.mark.host("elsewhere it is not a number, since no pass waits for a device")
+def test_divisors_that_begin_to_differ() -> None:
+    """In a pass that is not measured. As long as they agree, there is a value."""
+    model, x, y = extend(net()), torch.randn(N, 4), torch.arange(N) % 3
+    one, other = extend(nn.CrossEntropyLoss()), extend(nn.CrossEntropyLoss())
+
+    def loss(ignored: int) -> Tensor:
+        found: Tensor = one(model(x), y) + other(model(x), y.masked_fill(y == ignored, -100))
+        return found
+
+    for _ in range(4):
+        assert all(value.isfinite().all() for value in values(model, lambda: loss(7), 1.0))
+    for _ in range(3):
+        with pytest.raises(UsageError, match="losses divide by 4 and by 6"):
+            values(model, lambda: loss(0), 1.0)
+
+
 @pytest.mark.parametrize(
     "wrong", [0, -1.0, float("nan"), float("inf"), True, "mean", torch.ones(2)]
 )

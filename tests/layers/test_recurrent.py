@@ -130,9 +130,9 @@ def test_one_recursion_for_all_parameters(kind: str, monkeypatch: pytest.MonkeyP
     mat, runs = columns(view), []
     carry_back = rule._carry_back
 
-    def counted(view: View, mat: Tensor) -> Any:
+    def counted(view: View, mat: Tensor, layers: Any) -> Any:
         runs.append(mat)
-        return carry_back(view, mat)
+        return carry_back(view, mat, layers)
 
     monkeypatch.setattr(rule, "_carry_back", counted)
     rule.jac_t_mat_prod(view, mat)

@@ -53,6 +53,28 @@ def test_a_step_that_fails_is_spent() -> None:
     assert private.steps == 6
 
 
+def test_parameters_that_were_added_are_refused_before_the_pass() -> None:
+    """So the batch still waits after that was mended."""
+    private, model, lossfunc = privately(sampling="shuffled")
+    for x, y in private.loader:
+        private.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        for _ in range(2):
+            with pytest.raises(UsageError, match="add_param_group before"):
+                private.step(lossfunc(model(x), y))
+        private.optimizer.param_groups.pop()
+        assert private.step(lossfunc(model(x), y))
+
+
+def test_a_pass_before_the_step_of_the_last_one() -> None:
+    private, model, lossfunc = privately(sampling="shuffled")
+    for x, y in private.loader:
+        with private:
+            lossfunc(model(x), y).backward()
+        with pytest.raises(UsageError, match="no step was taken"), private:
+            pass
+        private.optimizer.step()
+
+
 class Breaks(torch.optim.SGD):
     """Calls the step of its base class; breaks in the middle, if told so."""
 

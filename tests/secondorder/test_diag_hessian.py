@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
@@ -261,3 +262,40 @@ def test_it_crosses_what_hands_on(kind: type) -> None:
     assert len(seen) == 1
     for one, other in zip(*found, strict=True):
         oracle.assert_close(one, other)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.RNN, {}), (nn.GRU, {"bidirectional": True}), (nn.LSTM, {"bidirectional": True}),
+        (nn.LSTM, {"proj_size": 2}),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("without_cudnn")
+def test_a_frozen_recurrent_layer(kind: Any, options: dict[str, Any], layers: int) -> None:
+    """Behind a trained layer, its own second derivative counts; its output and states are used."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        output, states = net.recurrent(net.first(x).sin())
+        states = states if isinstance(states, tuple) else (states,)
+        return net.head(torch.cat([output[:, 0], *[state[-1] for state in states]], 1))
+
+    recurrent = kind(3, 3, layers, batch_first=True, **options).requires_grad_(False)
+    head = nn.LazyLinear(2)
+    net = Net(forward, first=nn.Linear(2, 3), recurrent=recurrent, head=head).double()
+    x, y = torch.randn(3, 4, 2).double(), torch.randint(2, (3,))
+    net(x)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(DiagHessian()):
+        lossfunc(extend(net)(x), y).backward()
+    for name in ("first.weight", "first.bias", "head.weight"):
+        parameter = net.get_parameter(name)
+
+        def loss(value: Tensor, name: str = name) -> Tensor:
+            found: Tensor = lossfunc(functional_call(net, {name: value}, (x,)), y)
+            return found
+
+        whole: Any = torch.autograd.functional.hessian(loss, parameter.detach())
+        diagonal = whole.reshape(parameter.numel(), -1).diagonal().reshape(parameter.shape)
+        oracle.assert_close(vars(parameter)["diag_h"], diagonal)

@@ -219,10 +219,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, dict):
             return {name: self._refs(item) for name, item in value.items()}
         if isinstance(value, torch.Generator):
-            self.refusal = (
-                "it draws numbers with a Generator: that of your code, or the engine's own, which "
-                "sees where the values of an index or a mask take rows"
-            )
+            self.refusal = "it draws numbers with a Generator: draw with torch's own, as layers do"
         elif type(value) not in _PLAIN and not isinstance(value, _PLAIN_OF_TORCH):
             self.refusal = f"an operation has an argument of type {type(value).__name__}"
         return value

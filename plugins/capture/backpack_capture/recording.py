@@ -122,9 +122,9 @@ def _graph(
         return None
     # A view holds the tensor that it is a view of.
     own = {id(t) for result in results.tensors for t in (result, result._base)}
-    if any(id(t) not in own for t in recorder.left()):
+    if _is_kept(recorder, own, watch):
         gc.collect()
-        if any(id(t) not in own for t in recorder.left()):
+        if _is_kept(recorder, own, watch):
             recorder.refusal = "it keeps a tensor elsewhere than in its result"
             return None
     program.outs, program.fields = [n for n in numbers if n is not None], results.fields
@@ -136,6 +136,11 @@ def _graph(
         recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
         return None
     return Graph(program, recorded, code, results, watch, asked, more)
+
+
+def _is_kept(recorder: Recorder, own: set[int], watch: Watch) -> bool:
+    """Whether anything but the results keeps a tensor of the step; a new plan may."""
+    return any(id(t) not in own and not watch.plans(t) for t in recorder.left())
 
 
 def _set_by_hook(

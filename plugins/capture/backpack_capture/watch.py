@@ -82,7 +82,8 @@ class Watch:
 
     def plans(self, tensor: Tensor) -> bool:
         """Whether a plan of the models keeps a tensor. What it assumes about values was read."""
-        return any(tensor is own for model in self.modules for own in plans.tensors(model))
+        found = (own for model in self.modules for own in plans.tensors(model))
+        return any(tensor is own or tensor is own._base for own in found)
 
     def reason_against(self, gradient: Any) -> str | None:
         """Why steps cannot be replayed now; ``None`` if they can.

@@ -316,9 +316,9 @@ class DyePropagator(Propagator):
 
     def _pushed(self, node: Node, quantities: Dyes) -> list[tuple[int, Columns]]:
         """The columns behind a node; none if calling the node may have side effects."""
-        is_own = nodes.is_function(node) and not nodes.hands_on(node)
         # Columns of a curvature call a Python function several times anyway.
-        if not self._unpacks_twice or (is_own and not self._question.is_curvature):
+        may_act = nodes.may_act(node) and not self._question.is_curvature
+        if may_act or not self._unpacks_twice:
             return []
         try:
             with torch.no_grad():

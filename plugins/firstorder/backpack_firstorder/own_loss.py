@@ -48,8 +48,8 @@ def factor_of(
         scale: The number that the loss was multiplied by.
         told: The divisor that the user gave.
         normalisers: The divisor of each loss of the pass.
-        is_measured: Whether values on a device may be read. If not, the factor is NaN if the
-            divisors differ.
+        is_measured: Whether to wait for a device to tell whether the divisors differ. If not, the
+            factor is NaN there if they do.
 
     Raises:
         UsageError: The losses divide by several numbers, or no extended loss took part.
@@ -57,9 +57,13 @@ def factor_of(
     divisors = normalisers if isinstance(told, str) else [told]
     numbers = [1.0 if number is None else number for number in divisors]
     tensors = [number for number in numbers if isinstance(number, Tensor)]
-    if tensors and len(numbers) > 1 and not is_measured:
-        return scale / _only_one(numbers, tensors[0])
-    if numbers and not any(_differ(number, numbers[0]) for number in numbers[1:]):
+    if tensors and len(numbers) > 1:
+        common, are_one = _common(numbers, tensors[0])
+        if is_symbolic(common) or not (is_measured or common.is_cpu):
+            return scale / torch.where(are_one, common, nan)
+        if are_one:
+            return scale / common
+    elif numbers and all(isclose(n, numbers[0], rel_tol=TOLERANCE) for n in numbers[1:]):
         return scale / numbers[0]
     why = "no extended loss took part"
     if numbers:
@@ -93,15 +97,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _only_one(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    """The common value of several normalisers; NaN if they differ."""
+def _common(numbers: Sequence[float | Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of several normalisers, and whether all others are equal to it."""
     every = torch.stack([like.new_zeros(()) + number for number in numbers])
-    agree = ((every - every[0]).abs() <= TOLERANCE * every[0].abs()).all()
-    return torch.where(agree, every[0], nan)
-
-
-def _differ(first: float | Tensor, second: float | Tensor) -> bool:
-    """Whether two normalisers are not the same number."""
-    if any(isinstance(number, Tensor) and is_symbolic(number) for number in (first, second)):
-        return False
-    return not isclose(float(first), float(second), rel_tol=TOLERANCE)
+    return every[0], ((every - every[0]).abs() <= TOLERANCE * every[0].abs()).all()

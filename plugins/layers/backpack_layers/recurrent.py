@@ -117,6 +117,14 @@ class RecurrentRule(AffinePairsRule):
         carried = self._carried(view, mat)
         return by_slot(view, {"input": (carried.x,), "hx": carried.states})
 
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
+        """The recursion is differentiated: it returns the gradient as a function of the input."""
+        x = tensor(view, "input").detach().requires_grad_()
+        with torch.enable_grad():
+            gradient = self._carry_back(view, grad_output.unsqueeze(0), self._run(view, x)).x
+        columns = [torch.autograd.grad(gradient, x, m[None], retain_graph=True)[0] for m in mat]
+        return torch.stack(columns) if columns else torch.zeros_like(mat)
+
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gates of all steps, and inputs or hidden states, in the order of the input."""
         kind, source, suffix = name.split("_", 2)
@@ -134,15 +142,15 @@ class RecurrentRule(AffinePairsRule):
     def _chains(self, view: View) -> list[list[Chain]]:
         """The chains of every layer, with the samples of this view."""
         whole, chosen = whole_call(view)
-        layers = whole.once("chains", lambda: self._run(whole))
+        layers = whole.once("chains", lambda: self._run(whole, tensor(whole, "input")))
         if chosen is None:
             return layers
         return view.once("chains", lambda: [[_select(c, chosen) for c in cs] for cs in layers])
 
-    def _run(self, view: View) -> list[list[Chain]]:
+    def _run(self, view: View, x: Tensor) -> list[list[Chain]]:
         """Run the layer again, and keep what the recursion needs."""
         module, cell = _module(view), self.cell(view)
-        x, states = tensor(view, "input"), self._initial(view, cell.states)
+        states = self._initial(view, cell.states)
         layers = []
         for layer in range(module.num_layers):
             chains, outputs = [], []
@@ -174,10 +182,12 @@ class RecurrentRule(AffinePairsRule):
         return [x.new_zeros(*shape, size) for size in sizes[:count]]
 
     def _carried(self, view: View, mat: Tensor) -> Carried:
-        return once_per_columns(view, "carried", mat, lambda: self._carry_back(view, mat))
+        return once_per_columns(
+            view, "carried", mat, lambda: self._carry_back(view, mat, self._chains(view))
+        )
 
-    def _carry_back(self, view: View, mat: Tensor) -> Carried:
-        module, cell, layers = _module(view), self.cell(view), self._chains(view)
+    def _carry_back(self, view: View, mat: Tensor, layers: list[list[Chain]]) -> Carried:
+        module, cell = _module(view), self.cell(view)
         at_output = mat if view.index == 0 else None
         gates: dict[str, Tensor] = {}
         hidden: dict[str, Tensor] = {}

@@ -55,6 +55,12 @@ def hands_on(kind: type) -> bool:
     return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
 
 
+def is_operator(kind: type) -> bool:
+    """Whether nodes of a type are those of operators with a formula from ``torch.library``."""
+    function = getattr(kind, "_forward_cls", None)
+    return getattr(function, "__module__", "") == "torch._library.autograd"
+
+
 def node_type(name: str) -> type | None:
     """The type of torch's own nodes with a name; ``None`` if this version has no such type."""
     kind: type | None = getattr(torch._C._functions, name, None)

@@ -7,6 +7,7 @@ Most graphs have samples on axis 0 of every call, which is quickly seen. All oth
 from __future__ import annotations
 
 from collections.abc import Container
+from math import prod
 
 from torch import Tensor
 
@@ -20,10 +21,10 @@ from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.carried_ids import is_of_buffers
 from backpack_operations.of_weights import Origins
-from backpack_operations.order import children_of
+from backpack_operations.order import children_of, reached
 from backpack_operations.owners import Owners
 from backpack_operations.paths import inside
-from backpack_operations.survey import GraphSurvey
+from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.surveying import look_inside
 
 
@@ -108,8 +109,8 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
     """Whether a call's output is taken for a table, as long as the batch by chance.
 
     ``wpe(torch.arange(T))`` with ``T = N`` is one: the call received nothing of the model's input,
-    and its output is small enough to be one for all samples, or is computed from buffers. Results
-    are exact even if it is not a table, only slower.
+    and its output is small enough to be one for all samples, is computed from buffers, or is added
+    to every sample. Results are exact even if it is not a table, only slower.
     """
     call = site.call
     if (
@@ -124,7 +125,28 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
     if any(edge is not None for edge in call.edges) or owners.ids.of_input(call) is not None:
         return False
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
-    return is_small or is_of_buffers(call)
+    return is_small or is_of_buffers(call) or call in _repeated(survey)
+
+
+def _repeated(survey: GraphSurvey) -> set[Call]:
+    """Calls whose output, or what is computed from it alone, is repeated along a first axis."""
+
+    def further(edge: Edge) -> list[Edge]:
+        return behind if len(behind := survey.further(edge)) == 1 else []
+
+    starts = list[Edge]()
+    for node, _ in survey.between:
+        if nodes.operation_of(node) in nodes.ELEMENTWISE | {"Expand", "Repeat"}:
+            whole = nodes.lengths_of(node, 0)
+            starts += [edge for _, edge in edges_behind(node) if _is_repeated(edge, whole)]
+    sites = map(survey.site_at, reached(starts, further))
+    return {site.call for site in sites if site is not None}
+
+
+def _is_repeated(edge: Edge, whole: tuple[int, ...]) -> bool:
+    """Whether an operand lacks the first axis of a result, or has length one there."""
+    shape = nodes.lengths_of(edge.node, edge.output_nr)
+    return prod(shape) > 1 and (len(shape) < len(whole) or shape[0] < whole[0])
 
 
 def _take_for_tables(survey: GraphSurvey, calls: Container[Call]) -> None:

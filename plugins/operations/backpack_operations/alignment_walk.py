@@ -146,7 +146,8 @@ class Walk:
         # Rows are taken to be in order if the operation keeps them so, or where the net ends.
         is_like = link.keeps_rows or (link.keeps_length and len(result.shape) == len(this.shape))
         is_whole = result.is_loss or result.length is None or this.is_returned
-        is_free = result.owned is not None if is_like else not is_whole
+        is_known = result.owned is not None or self._is_in_order(result)
+        is_free = is_known if is_like else not is_whole
         is_table = not result.is_loss and self._origins.of_tables(this.node)
         owners = None if is_table else self._owners.rows(*this.output, this.axis, is_free)
         if owners is None:
@@ -162,6 +163,11 @@ class Walk:
             return False  # contradicts the result, whose rows are in order: the dye decides
         this.owned = owners == samples[:, None]
         return True
+
+    def _is_in_order(self, this: TensorFacts) -> bool:
+        """Whether carried ids tell that a tensor has one row of each sample, in order."""
+        rows = self._owners.rows(*this.output, is_free=True)
+        return rows is not None and rows.equal(self._owners.ids.samples)
 
     def _is_elsewhere(self, link: Link) -> bool:
         """Whether samples are known to be on an axis other than 0.

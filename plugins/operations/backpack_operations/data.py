@@ -15,13 +15,13 @@ from torch import Tensor
 
 from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.models import Place, Run
+from backpack_operations.codes import codes, mixed
 from backpack_operations.received import ModelInput, SampleLayout, layout_of, span_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
 
 MOST_ROWS: Final = 2**20  # that are looked for; among more, sorting would take seconds
-_ODD: Final = 0x1E3779B97F4A7C15  # with as many ones as zeros
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -181,13 +181,8 @@ def _hashed(rows: Tensor) -> Tensor:
         rows = (rows + 0.0).contiguous().view(_BITS[rows.element_size()])  # -0.0 equals 0.0
     if rows.shape[1] == 1:
         return rows[:, 0].long()
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=generator, device="cpu")
-    numbers = rows.long()
-    # The last bits of round floats are zeros, so the first ones are mixed with them.
-    numbers = (numbers ^ (numbers >> 32 & 2**32 - 1)) * _ODD
-    numbers = numbers ^ (numbers >> 29 & 2**35 - 1)
-    return (numbers * (weights | 1).to(rows.device)).sum(1)
+    weights = codes(rows.shape[1]) | 1
+    return (mixed(rows.long()) * weights.to(rows.device)).sum(1)
 
 
 class _Data:

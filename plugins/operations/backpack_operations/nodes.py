@@ -111,6 +111,15 @@ def is_function(node: Node) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
+def may_act(node: Node) -> bool:
+    """Whether calling a node once more may have side effects.
+
+    A Python function may do anything. The formula of a custom operator must not depend on global
+    state or change it: ``torch.library.register_autograd`` requires that.
+    """
+    return is_function(node) and not hands_on(node) and not _torch.is_operator(type(node))
+
+
 def is_compiled(node: Node) -> bool:
     """Whether a node is a part of the graph that ``torch.compile`` compiled."""
     return is_function(node) and hasattr(getattr(node, "_forward_cls", None), "compiled_bw")

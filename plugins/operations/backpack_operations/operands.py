@@ -105,6 +105,8 @@ class FactoredColumns(ApartColumns):
         are_affine = all(issubclass(kind, AffineProduct) for kind in kinds)
         if are_affine and operation in nodes.VIEWS | nodes.TURNS | {"Clone"}:
             maker = _turned
+        elif are_affine and operation == "ToCopy":
+            maker = _cast
         elif kinds == {TableProduct} and operation in nodes.VIEWS | {"Clone", "Slice", "Select"}:
             maker = _with_rows
         if maker is None:
@@ -119,6 +121,15 @@ class FactoredColumns(ApartColumns):
 def _with_rows(product: TableProduct, node: Node, shape: torch.Size) -> TableProduct | None:
     """The product of a table behind a node that selected some of its rows."""
     return product.behind(lambda mats: push(node, {0: mats})[0], shape)
+
+
+def _cast(product: Any, node: Any, shape: torch.Size) -> AffineProduct | None:
+    """An affine product in the precision of what autocast, for example, has converted."""
+    dtype, other = metadata_of(*node.next_functions[0]).dtype, product.inp
+    if not dtype.is_floating_point or not (other is None or isinstance(other, Tensor)):
+        return None
+    inp = None if other is None else other.to(dtype)
+    return product.with_factors(product.out.to(dtype), inp, product.is_own)  # type: ignore[no-any-return]
 
 
 def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:

@@ -7,6 +7,7 @@ where entries go, and no table of operations is needed. Common operations have a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from backpack_core.errors import BackpackError
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
 from backpack_operations.bridge import push
+from backpack_operations.codes import codes
 from backpack_operations.own_pass import beside_pass
 
 # For each entry of a tensor the sample that it belongs to, -1 for none. An axis has length one if
@@ -85,6 +87,11 @@ def through_node(
     is_free = all(first.shape[axis] == 1 for axis in axes)
     if axes and is_free and all(ids.equal(first) for ids in known.values()):
         return first.squeeze(axes[0]) if operation in nodes.SELECTIONS else first
+    if operation in ("Gather", "IndexSelect") and first.dim():
+        axis = nodes.axes_of(node)[0]
+        if first.shape[axis] == 1:  # whatever is picked along it; fewer entries of other axes
+            pairs = zip(shape, first.shape, strict=True)
+            return first[tuple(slice(n if m > 1 else 1) for n, m in pairs)]
     if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
         return along(first.flatten(), 0, shape)  # all of it is of one sample
     if operation in nodes.VIEWS or nodes.hands_on(node):
@@ -279,9 +286,10 @@ def _depending(
     node: Node, output_nr: int, known: dict[int, SampleIds], rows: Tensor
 ) -> SampleIds | None:
     """The ids if all operands are of one sample: it has the entries that depend on them."""
-    one, random = torch.cat([ids.flatten() for ids in known.values()]).amax(), _generator()
+    one = torch.cat([ids.flatten() for ids in known.values()]).amax()
     whole = {i: ids.expand(_operand_shape(node, i)) for i, ids in known.items()}
-    marks = [lambda ids: torch.rand(ids.shape, generator=random, device="cpu")]
+    first = itertools.count(0, 2**40)  # other codes for each operand
+    marks = [lambda ids: codes(ids.numel(), next(first)).reshape(ids.shape) / 2**63]
     try:
         (result,) = _pushed(node, output_nr, whole, marks)
     except (BackpackError, RuntimeError):  # a formula that has no derivative
@@ -305,9 +313,9 @@ def _through_linear(
         return None
     base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums of digits are exact
     last = max(0, *[int(ids.max()) for ids in known.values()])
-    codes = torch.randint(base, (last + 1,), generator=_generator(), device="cpu")
+    code = codes(last + 1) % base
     powers = [base**k for k in range(64) if not k or base**k <= last]
-    marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, codes.__getitem__]
+    marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, code.__getitem__]
     marks += [partial(_digit, power, base) for power in powers]
     ones, checks, *digits = _pushed(node, output_nr, known, marks)
     is_some, ones = ones > 0, torch.where(ones > 0, ones, 1)
@@ -315,14 +323,10 @@ def _through_linear(
     for power, digit in zip(powers, digits, strict=True):
         ids += (digit / ones).round().long() * power
     ids = ids.clamp(0, last)
-    if ((checks - codes[ids] * ones).abs() > ones / 4)[is_some].any():
+    if ((checks - code[ids] * ones).abs() > ones / 4)[is_some].any():
         return None
     is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
     return shortened(torch.where(is_some, ids, -1), rows, is_whole)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(0)
 
 
 def _digit(power: int, base: int, ids: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
 from backpack_operations.bridge import push
+from backpack_operations.codes import codes
 from backpack_operations.of_weights import Origins
 from backpack_operations.order import reached
 from backpack_operations.own_pass import beside_pass
@@ -96,8 +97,8 @@ def _index(edge: Edge, position: int) -> Tensor | None:
     if not metadata.dtype.is_floating_point:
         return None
     shape, count = metadata.shape, metadata.shape[0]
-    codes = torch.rand(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    marks = torch.stack([torch.ones_like(codes), torch.arange(count, device="cpu"), codes])
+    random = codes(count) / 2**63
+    marks = torch.stack([torch.ones_like(random), torch.arange(count, device="cpu"), random])
     marks = marks.to(metadata.device, metadata.dtype).reshape(3, count, *[1] * (len(shape) - 1))
     mats = {edge.output_nr: marks.expand(3, *shape)}
     sent = beside_pass(partial(push, edge.node, mats), behind, metadata.device).get(position)
@@ -105,6 +106,6 @@ def _index(edge: Edge, position: int) -> Tensor | None:
         return None
     ones, numbers, checks = sent.detach().double().flatten(1).unflatten(1, (len(sent[0]), -1)).cpu()
     index = (numbers / ones).nan_to_num(0, 0, 0).round().long().clamp(0, count - 1)
-    is_one = (checks / ones - codes.to(ones)[index]).abs() < 1e-3  # false where ones are zero
+    is_one = (checks / ones - random.to(ones)[index]).abs() < 1e-3  # false where ones are zero
     is_same = index == index[:, :1]
     return index[:, 0] if bool((is_one & is_same).all()) else None

@@ -183,7 +183,8 @@ class Private(Spending):
         """Begin a backward pass over the batch that was drawn last.
 
         Raises:
-            UsageError: No batch waits, a parameter has a plain gradient, or the budget is spent.
+            UsageError: No batch waits, a step is due, a parameter has a plain gradient, the
+                optimizer has other parameters, or the budget is spent.
         """
         (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         if self._pass is not None:
@@ -191,8 +192,9 @@ class Private(Spending):
         check_open(self.optimizer)
         self._given.take_back()
         check_pass(self._inner, self._named)
+        check_stepped(self.optimizer, self._named)  # the step would refuse it, too late
         self._budget.check(self.steps)
-        begun = kind(self._sums, self.clipping, self._waiting.take())
+        begun = kind(self._sums, self.clipping, self._waiting.take(self._sums))
         begun.begin(told, self._normaliser, self.model is not self._inner)
         self._pass, self._is_mean = begun, told.is_mean(self._normaliser, self.lossfunc)
         self._watch.begin()

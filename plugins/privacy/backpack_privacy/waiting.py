@@ -66,12 +66,7 @@ class Waiting:
                 "backward again before the next batch comes; a new loop over private.loader starts "
                 "again."
             )
-        if sums.is_complete:
-            raise UsageError(
-                "The sums of the last batch are complete, but no step was taken. Call "
-                "optimizer.step() after `with private:`, or use private.step(loss). If that raised "
-                "an error, a new loop over private.loader starts again."
-            )
+        _check_due(sums)
         if len(self._drawn) > self.ahead:
             raise UsageError(
                 "The batch before was drawn but not used. Take a step for every batch: the choice "
@@ -79,12 +74,16 @@ class Waiting:
                 "the others would be lost. To stop early, leave the loop."
             )
 
-    def take(self) -> Draw:
+    def take(self, sums: Sums) -> Draw:
         """The draw for the next backward pass; it stays in the queue until :meth:`done`.
 
+        Args:
+            sums: The sums of the present batch.
+
         Raises:
-            UsageError: No draw waits, or another part of its batch is lost.
+            UsageError: No draw waits, another part of its batch is lost, or a step is due.
         """
+        _check_due(sums)
         if self._is_failed and self._is_begun:
             raise UsageError(
                 "The backward pass of a part of the batch raised an error, and the parts before "
@@ -110,3 +109,13 @@ class Waiting:
         """How many steps without samples are due after a step."""
         found, self._empty = self._empty, 0
         return found
+
+
+def _check_due(sums: Sums) -> None:
+    """Refuse to continue before the step of a batch that has gone backward."""
+    if sums.is_complete:
+        raise UsageError(
+            "The sums of the last batch are complete, but no step was taken. Call "
+            "optimizer.step() after `with private:`, or use private.step(loss). If that raised "
+            "an error, mend it and call optimizer.step(), or begin a new loop over private.loader."
+        )

@@ -52,8 +52,10 @@ def _has_none(rule: LayerRule, view: View) -> UnsupportedError:
     is_ready = isinstance(rule, SecondOrderRule)
     first = "" if is_ready else "derive it from backpack_products.SecondOrderRule, and "
     return UnsupportedError(
-        f"{type(rule).__name__} has no second derivative, but {view.path} needs one here: {first}"
-        "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
+        f"{type(rule).__name__} has no second derivative, but {view.path} needs one here, since "
+        "trained parameters lie before it. Use DiagHMP or HMP, or the generalised Gauss-Newton "
+        f"matrix (DiagGGNExact, GGNMP). If the rule is yours, {first}implement "
+        "_second_derivative_mat_prod, or declare hessian_is_zero if it is."
     )
 
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 Fingerprint: TypeAlias = dict[str, str]
 
 _UNDER_ALL = {"backpack_core": "backpack-core", "backpack_products": "backpack-products"}
+_COMPILED: Final = "_orig_mod."  # in names, where torch.compile wraps a module
 _DIGITS = 12  # of a digest; enough to distinguish versions
 
 
@@ -184,6 +185,22 @@ class Marked(dict[str, T]):
         """Store the values and the fingerprint."""
         super().__init__(values)
         self.plugins = plugins
+
+    def __missing__(self, name: str) -> T:
+        """The result under the name that it has if parts of the model are compiled, or are not."""
+        return super().__getitem__(same_name(name, self))
+
+
+def same_name(name: str, known: Iterable[str]) -> str:
+    """The known name of a parameter, whether or not ``torch.compile`` wraps modules around it.
+
+    Raises:
+        KeyError: There is none.
+    """
+    for other in known:
+        if other.replace(_COMPILED, "") == name.replace(_COMPILED, ""):
+            return other
+    raise KeyError(name)
 
 
 def fingerprint_of(results: object) -> Fingerprint:

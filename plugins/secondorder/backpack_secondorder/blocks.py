@@ -59,9 +59,10 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
                 f"matrices. Got {type(blocks).__name__}: take one field of a result of accumulate, "
                 "BlockDiagonal(found.field(...))."
             )
-        self._blocks = {name: as_matrix(value) for name, value in blocks.items()}
-        self.shapes = tuple(block.order.shape for block in self._blocks.values())
         self.plugins = fingerprint_of(blocks)
+        matrices = {name: as_matrix(value) for name, value in blocks.items()}
+        self._blocks = Marked(matrices, self.plugins)
+        self.shapes = tuple(block.order.shape for block in self._blocks.values())
 
     @classmethod
     def of(cls, model: Module, field: str) -> BlockDiagonal:
