@@ -166,6 +166,8 @@ class CarriedIds:
         is_constant = self._origins.of_constants
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
         beside |= self._overruled(node, output_nr, operand_ids)
+        if self._meet(node, output_nr, operand_ids):
+            return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
         return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
@@ -182,6 +184,23 @@ class CarriedIds:
             self._guessed.add((node, output_nr))
         is_alike = nodes.operation_of(node) in nodes.ELEMENTWISE
         return {i for i, ids in guessed.items() if is_alike and ids.shape in told}
+
+    def _meet(self, node: Node, output_nr: int, operand_ids: OperandIds) -> bool:
+        """Whether a sum of single entries, as of losses in a loop, has those of several samples."""
+        known, seen, todo = self._survey.sample_ids, set[NodeOutput](), [(node, output_nr)]
+        has_one = any(ids is not None and ids.numel() == 1 for ids in operand_ids.values())
+        single = set[int]()
+        while has_one and len(single) < 2 and todo:
+            this = todo.pop()
+            if this in seen or nodes.operation_of(this[0]) not in nodes.ELEMENTWISE:
+                continue
+            seen.add(this)
+            for operand in self.operands(this).values():
+                if (ids := known.get(operand)) is None:
+                    todo.append(operand)
+                elif ids.numel() == 1 and ids >= 0:
+                    single.add(int(ids))
+        return len(single) > 1
 
     def _or_told(self, output: NodeOutput, ids: SampleIds | None) -> SampleIds | None:
         """The ids, or else the rows of the user's index, if these are as many.
