@@ -313,6 +313,7 @@ class CarriedIds:
         """The ids where parameters meet data outside of modules, if the rows are the data's."""
         if node not in self._entries:
             is_entry = self._origins.of_constants(node)
+            is_entry &= not self._origins.has_own_rows(node) or nodes.is_widened(node)
             self._entries[node] = self.of_data_at(node) if is_entry else None
             if is_entry:
                 self._survey.looked_at[node] = self._entries[node]

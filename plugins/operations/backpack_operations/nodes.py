@@ -302,6 +302,13 @@ def data_of(node: Node) -> tuple[Tensor | None, int]:
     return data if is_index else None, 1
 
 
+def is_widened(node: Node) -> bool:
+    """Whether a product of parameters and data has an axis that only the data have."""
+    lengths = [lengths_of(child, nr) for child, nr in node.next_functions if child is not None]
+    is_product = operation_of(node) == "Mul" and lengths_of(node, 0) not in lengths
+    return is_product or operation_of(node) in MATRIX_PRODUCTS
+
+
 def order_of(node: Node, count: int) -> list[int]:
     """The permutation of an operation of :data:`TURNS`, as a list for ``Tensor.permute``."""
     order = [*range(count)]
