@@ -103,6 +103,17 @@ def test_what_the_message_says_is_exact() -> None:
     assert_close(model.head.bias.diag_ggn_exact, (-model.s.detach()).exp().expand(2))
 
 
+def test_curvature_says_to_detach_a_factor() -> None:
+    model, lossfunc, s = (
+        extend(Weighted()),
+        extend(nn.MSELoss()),
+        torch.zeros((), requires_grad=True),
+    )
+    loss = (-s).exp() * lossfunc(model(x), y)
+    with pytest.raises(UnsupportedError, match=r"weight\.detach\(\)"), backpack(DiagGGNExact()):
+        loss.backward()
+
+
 class Fused(torch.autograd.Function):
     """A linear layer and a loss, whose forward pass computes the gradients of both operands."""
 

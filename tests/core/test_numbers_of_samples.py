@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError, ShapeError
-from backpack_core.extensions import GGNMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad
+from backpack_core.extensions import GGNMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact
 
 N, D, C = 4, 3, 3
 TOKENS = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()  # twice as many as N
@@ -150,6 +150,19 @@ def test_batches_in_functional_losses_are_refused(check: Any) -> None:
     extend(model)
     with pytest.raises(ShapeError, match="nothing says which"), backpack(BatchGrad(), check=check):
         (model(x[:, 0]).square().mean() + model(x[:2, 1].clone()).square().mean()).backward()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_batches_in_extended_losses_are_refused_with_the_cause(rows: int) -> None:
+    (model, _), x = _modules()
+    points, lossfunc = torch.randn(rows, D).double(), extend(nn.MSELoss())
+    inside, border = extend(model)(x[:, 0].clone()), model(points)
+    loss = lossfunc(inside, inside.detach()) + lossfunc(border, border.detach())
+    with (
+        pytest.raises(ShapeError, match="Call the model once for all of them"),
+        backpack(DiagGGNExact()),
+    ):
+        loss.backward()
 
 
 def test_several_entries_of_each_sample_are_known_by_what_is_made_of_them() -> None:

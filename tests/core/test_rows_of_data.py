@@ -42,6 +42,12 @@ def _functional(model: Any, _: Any, x: Tensor) -> Tensor:
     return total + F.cross_entropy(model(x[2:]), Y[2:], reduction="sum")
 
 
+def _added(model: Any, _: Any, x: Tensor) -> Tensor:
+    rows = zip(x.split(1), Y.split(1), strict=True)
+    losses = (F.cross_entropy(model(row), y, reduction="none") for row, y in rows)
+    return sum(losses, torch.zeros(1)).sum()  # of shape [1] each
+
+
 LOSSES: dict[str, Loss] = {
     "joined": lambda m, f, x: f(torch.cat([m(x[:2]), m(x[2:])]), Y),
     "stacked": lambda m, f, x: f(torch.stack([m(x[:2]), m(x[2:])]).flatten(0, 1), Y),
@@ -55,7 +61,9 @@ LOSSES: dict[str, Loss] = {
     "one by one": _one_by_one,
     "split": _parts,
     "functional loss": _functional,
+    "functional losses of shape [1], added": _added,
 }
+FUNCTIONAL = {name for name in LOSSES if name.startswith("functional")}
 
 
 def _model() -> nn.Module:
@@ -101,7 +109,7 @@ def test_first_order(name: str, is_leaf: bool) -> None:
             torch.testing.assert_close(own.variance, rows.var(0, unbiased=False))
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "functional loss"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in FUNCTIONAL])
 def test_curvature_of_single_samples(name: str) -> None:
     model, lossfunc, x = _model(), nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, D).double()
     extend(model), extend(lossfunc)
@@ -115,7 +123,7 @@ def test_curvature_of_single_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize("weight_sharing", ["kfc", "expand", "reduce"])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "functional loss"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in FUNCTIONAL])
 def test_kronecker_factors(name: str, weight_sharing: Any) -> None:
     model, lossfunc, x = _model(), nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, D).double()
     extend(model), extend(lossfunc)

@@ -539,7 +539,7 @@ def test_scores_refuse_queries_that_do_not_fit() -> None:
     some = {n: q for n, q in whole.items() if n != "0.bias"}
     with pytest.raises(UsageError, match=r"parameter '0\.bias' has no query"):
         problem.run(GradInner(some))
-    with pytest.raises(UsageError, match=r"met no trained parameter '9\.weight'"):
+    with pytest.raises(UsageError, match=r"met no trained parameter '9\.weight'.* give None"):
         problem.run(GradInner({**whole, "9.weight": torch.ones(1, 2)}))
     with pytest.raises(ShapeError, match=r"\[M, 5, 4\]. Got \[1, 4, 5\]"):
         problem.run(GradInner({**whole, "0.weight": torch.ones(1, 4, 5)}))

@@ -146,8 +146,8 @@ class GradInner(SquaresExtension):
         if unmet:
             raise UsageError(
                 f"The backward pass met no trained parameter {unmet[0]!r}, but the queries have "
-                "it: the scores would lack its part. Use the names of model.named_parameters(), "
-                "or leave it out of the queries."
+                "it: the scores would lack its part. Use the names of model.named_parameters(). "
+                "If it is frozen, or the loss does not depend on it, give None as its query."
             )
         strange = next((name for name in self.blocks if name not in met), None)
         if strange is not None:

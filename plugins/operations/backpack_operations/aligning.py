@@ -75,6 +75,9 @@ def _fault(survey: GraphSurvey, call: Call, index: int, is_moved: bool) -> Backp
     if survey.is_told:
         return faults.told_rows(call, received, size)
     if received != size:
+        runs = [{*other.run.sizes} for other, _ in survey.received]
+        if any(run == {received} for run in runs) and any(run == {size} for run in runs):
+            return faults.other_run(call, received, size)
         return faults.other_batch(call, received, size)
     axis = declared_axis(call)
     if survey.received[call, index] != size and (axis or not is_moved):

@@ -176,8 +176,10 @@ class Walk:
         contradict each other then, and the dye decides.
         """
         is_free = link.result.is_before or not self._keeps_rows(link)
-        owners = self._owners
-        return owners.are_moved and is_free and owners.are_elsewhere(link.operand.output)
+        owners, output = self._owners, link.operand.output
+        if not (owners.are_moved and is_free):
+            return False
+        return owners.are_elsewhere(output) or owners.are_added_up(output[0])
 
     def _is_table(self, link: Link) -> bool:
         """Whether an operand may be a table that all samples share."""

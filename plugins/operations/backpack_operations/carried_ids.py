@@ -166,6 +166,8 @@ class CarriedIds:
         is_constant = self._origins.of_constants
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
         beside |= self._overruled(node, output_nr, operand_ids)
+        if self._meet(node, output_nr, operand_ids):
+            return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
         return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
@@ -182,6 +184,23 @@ class CarriedIds:
             self._guessed.add((node, output_nr))
         is_alike = nodes.operation_of(node) in nodes.ELEMENTWISE
         return {i for i, ids in guessed.items() if is_alike and ids.shape in told}
+
+    def _meet(self, node: Node, output_nr: int, operand_ids: OperandIds) -> bool:
+        """Whether a sum of single entries, as of losses in a loop, has those of several samples."""
+        known, seen, todo = self._survey.sample_ids, set[NodeOutput](), [(node, output_nr)]
+        has_one = any(ids is not None and ids.numel() == 1 for ids in operand_ids.values())
+        single = set[int]()
+        while has_one and len(single) < 2 and todo:
+            this = todo.pop()
+            if this in seen or nodes.operation_of(this[0]) not in nodes.ELEMENTWISE:
+                continue
+            seen.add(this)
+            for operand in self.operands(this).values():
+                if (ids := known.get(operand)) is None:
+                    todo.append(operand)
+                elif ids.numel() == 1 and ids >= 0:
+                    single.add(int(ids))
+        return len(single) > 1
 
     def _or_told(self, output: NodeOutput, ids: SampleIds | None) -> SampleIds | None:
         """The ids, or else the rows of the user's index, if these are as many.
@@ -293,7 +312,8 @@ class CarriedIds:
     def of_entry(self, node: Node) -> SampleIds | None:
         """The ids where parameters meet data outside of modules, if the rows are the data's."""
         if node not in self._entries:
-            is_entry = self._origins.of_constants(node) and not self._origins.has_own_rows(node)
+            is_entry = self._origins.of_constants(node)
+            is_entry &= not self._origins.has_own_rows(node) or nodes.is_widened(node)
             self._entries[node] = self.of_data_at(node) if is_entry else None
             if is_entry:
                 self._survey.looked_at[node] = self._entries[node]
@@ -304,18 +324,42 @@ class CarriedIds:
         if is_leaf(node):
             return self._of_leaf(node)
         survey, shape = self._survey, nodes.lengths_of(node, 0)
-        data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
+        data, position = nodes.data_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
+        has_own_rows, is_by_values = self._origins.has_own_rows(node), survey.are_by_values
         ids = None if data is None else self._of_tensor(data, lambda _: None)
-        if ids is not None and ids.shape[count:].numel() == 1:
-            return ids.reshape(*ids.shape[:count], *[1] * (len(shape) - count))
-        is_table = nodes.operation_of(node) in nodes.GATHERS and count < 2
-        is_even = data is not None and (not data.dim() or bool((data == data[:1]).all()))
-        if is_table or is_even:
+        if has_own_rows or shape[:1] == (1,):  # a plan with these ids looks at the data again
+            survey.are_by_values = is_by_values
+        if ids is not None and (found := sample_ids.from_data(node, position, ids)) is not None:
+            return found
+        if has_own_rows:
+            return None if data is None else self._by_inner_length(node, position, data)
+        operation = nodes.operation_of(node)
+        is_table = operation in nodes.GATHERS and (data is None or data.dim() < 2)
+        is_whole = data is not None and (operation != "Mul" or data.shape == shape)
+        if is_table or (data is not None and is_whole and bool((data == data[:1]).all())):
             return None  # as long as the batch by chance, as an initial state of zeros may be
         (axis, *others) = {run.axis for run in self._runs} or {0}
         self._by_length.add(node)
         return None if others else self.by_length(shape, axis)
+
+    def _by_inner_length(self, node: Node, position: int, data: Tensor) -> SampleIds | None:
+        """Ids along the only axis of data that is as long as the batch, behind rows of parameters.
+
+        Several nets in one tensor of weights put their own axis in front of the samples.
+        """
+        rows, shape, survey = self._input_rows, tuple(data.shape), self._survey
+        lengths = [n if stride else 1 for n, stride in zip(shape, data.stride(), strict=True)]
+        is_other = survey.is_declared or survey.is_told or survey.depth is not None
+        if lengths[:1] == [len(rows)] and bool((data == data[:1]).all()):
+            lengths[0] = 1  # copies
+        if is_other or len(rows) < 2 or lengths[:1] == [len(rows)]:
+            return None
+        axes = [axis for axis, n in enumerate(lengths) if n == len(rows)]
+        found = [sample_ids.from_data(node, position, along(rows, k, shape)) for k in axes]
+        found = [ids for ids in found if ids is not None]  # not along an axis that is summed over
+        self._by_length.add(node)
+        return found[0] if len(found) == 1 else None
 
     def by_length(self, shape: Shape, axis: int, is_sure: bool = False) -> SampleIds | None:
         """Ids along the declared axis, if that is as long as what the model received.

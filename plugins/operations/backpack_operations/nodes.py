@@ -72,8 +72,14 @@ ROW_BY_ROW = _with("elementwise", "attention") | {
     "GridSampler3D",
     *_ROW_FACTOR,
 }
-# The saved tensor whose rows are those of the result, if that tensor is data.
-_ROWS = {"Mm": "self", "Addmm": "mat1", "Bmm": "self", "Embedding": "indices"}
+# The names of the factors that products save, by position.
+_FACTORS_SAVED = {
+    "Mm": {0: "self", 1: "mat2"},
+    "Bmm": {0: "self", 1: "mat2"},
+    "Addmm": {1: "mat1", 2: "mat2"},
+    "Baddbmm": {1: "batch1", 2: "batch2"},
+    "Mul": {0: "self", 1: "other"},
+}
 # Products, which are linear if one factor is constant; the positions of the two factors.
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
@@ -286,25 +292,30 @@ def picks_of(node: Node) -> list[Tensor | None]:
     return [*[None] * (axes_of(node)[0] % len(lengths_of(child, number))), saved._saved_index]
 
 
-def rows_of(node: Node) -> tuple[Tensor | None, int]:
-    """The data on the leading axes of an operation of parameters and data.
+def data_of(node: Node) -> tuple[Tensor | None, int]:
+    """The data of an operation of parameters and data: a factor or an index of rows, as saved.
 
     Returns:
-        The first factor of a product, or an index of rows, as saved; ``None`` if unknown. And how
-        many leading axes of the result are those of this tensor.
+        The data, ``None`` if unknown; and the position of this operand.
     """
-    operation, saved, data = operation_of(node), cast(Any, node), None
-    if operation in _ROWS:
-        data = getattr(node, f"_saved_{_ROWS[operation]}")
-    elif operation in INDEXED:
+    operation, data = operation_of(node), None
+    edges = dict(enumerate(node.next_functions))
+    for position, name in _FACTORS_SAVED.get(operation, {}).items():
+        if edges.get(position, (node, 0))[0] is None:  # a number is no operand
+            return getattr(node, f"_saved_{name}", None), position
+    if operation in INDEXED:
         data = picks[0] if len(picks := picks_of(node)) == 1 else None
-    elif operation == "Mul":
-        data = saved._saved_self if saved._saved_other is None else saved._saved_other
-        data = data if data is not None and data.shape == shape_of(node, 0) else None
-        return data, len(lengths_of(node, 0))
-    if data is None or data.dtype in (torch.bool, torch.uint8):
-        return None, 0
-    return data, data.dim() - (operation in FACTORS)
+    elif operation == "Embedding":
+        data = cast(Any, node)._saved_indices
+    is_index = data is not None and data.dtype not in (torch.bool, torch.uint8)
+    return data if is_index else None, 1
+
+
+def is_widened(node: Node) -> bool:
+    """Whether a product of parameters and data has an axis that only the data have."""
+    lengths = [lengths_of(child, nr) for child, nr in node.next_functions if child is not None]
+    is_product = operation_of(node) == "Mul" and lengths_of(node, 0) not in lengths
+    return is_product or operation_of(node) in MATRIX_PRODUCTS
 
 
 def order_of(node: Node, count: int) -> list[int]:
@@ -338,9 +349,12 @@ def is_stack_of_numbers(node: Node) -> bool:
 def is_of_its_operands(node: Node) -> bool:
     """Whether an operation depends only on tensors that have an edge."""
     operation = operation_of(node)
-    if operation in _OF_ONE:
-        return True
     edges = node.next_functions
+    # Matrix products expand both operands, even if there is nothing to expand.
+    child, number = edges[0] if operation == "Expand" else (None, 0)
+    is_same = child is not None and lengths_of(child, number) == lengths_of(node, 0)
+    if operation in _OF_ONE or is_same:
+        return True
     return operation in _OF_SEVERAL and all(child is not None for child, _ in edges)
 
 

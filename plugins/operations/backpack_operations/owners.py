@@ -81,6 +81,12 @@ class Owners:
         ids = self.ids.at(output)
         return ids is not None and are_elsewhere(ids)
 
+    def are_added_up(self, node: Node) -> bool:
+        """Whether an operation reduces an axis of samples other than the first."""
+        if nodes.operation_of(node) not in nodes.REDUCTIONS or self.ids.at((node, 0)) is not None:
+            return False
+        return any(map(self.are_elsewhere, self.ids.operands((node, 0)).values()))
+
     def meet_in(self, node: Node) -> bool:
         """Whether samples meet in a number other than by a sum, such as in a product or a ratio.
 
@@ -202,7 +208,8 @@ class Owners:
                 continue
             ids, shape = self.ids.of_entry(node), nodes.lengths_of(node, 0)
             rows = None if ids is None else self._rows(ids, shape, is_free=True)
-            if rows is not None and not self._are_in_order(rows):
+            is_moved = rows is not None and not self._are_in_order(rows)
+            if is_moved or (ids is not None and are_elsewhere(ids)):
                 return True
         return False
 

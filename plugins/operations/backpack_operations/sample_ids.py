@@ -153,6 +153,16 @@ def _is_beside_constants(node: Node, known: dict[int, SampleIds]) -> bool:
     return all(s[:1] == (1,) and nodes.axes_along(node, len(s)) == [0] for s in shapes)
 
 
+def from_data(node: Node, position: int, ids: SampleIds) -> SampleIds | None:
+    """The ids at the result of an operation of parameters and data, from those of the data."""
+    operation, shape = nodes.operation_of(node), nodes.lengths_of(node, 0)
+    if operation in nodes.MATRIX_PRODUCTS:
+        return _multiplied({position: ids}, nodes.FACTORS[operation], shape)
+    if operation in nodes.ELEMENTWISE:
+        return _combined([ids], [], shape)
+    return ids.reshape(*ids.shape, *[1] * (len(shape) - ids.dim()))  # an index of rows
+
+
 # Fast paths ---------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,8 @@ def told_by_sums(survey: GraphSurvey, roots: Iterable[Edge]) -> Told | None:
         return None
     received = {size for call, _ in survey.received for size in call.run.sizes if size > count}
     for edge in sums if received else ():
-        if survey.site_at(edge) is not None:  # a module with a rule keeps rows
+        is_kept = nodes.operation_of(edge.node) in nodes.VIEWS | nodes.TURNS | {"Stack"}
+        if is_kept or survey.site_at(edge) is not None:  # a module with a rule keeps rows
             continue
         for position, (child, output_nr) in enumerate(edge.node.next_functions):
             if child is None or is_leaf(child) or of_weights(child):

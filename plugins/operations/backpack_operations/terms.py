@@ -38,7 +38,8 @@ def refuse_other_terms(
         raise errors.UnsupportedError(
             f"The operation {described(node)!r} is applied to an extended loss before "
             "backward() is called, and is not known to be linear: curvature would need its second "
-            "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
+            "derivative. Call backward() on the loss itself, or on a weighted sum of losses. The "
+            "weights must be constants: write weight.detach() if they are trained."
         )
     site = reached_past_losses(survey, roots)
     if site is None:
