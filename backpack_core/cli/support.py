@@ -292,9 +292,8 @@ def _declared(module: Module, resolved: Resolved, extension: type[Extension]) ->
     names = rule.parameter_names(module) if isinstance(rule, ParametricRule) else ()
     covered = {name for name in names if _is_trained(module, name)}
     if not parameters and not covered:
-        if issubclass(extension, FirstOrderExtension):
-            return "-", ""
-        return ("autodiff" if resolved.is_fallback else "rule"), ""
+        is_first = issubclass(extension, FirstOrderExtension)
+        return ("-" if is_first else "autodiff" if resolved.is_fallback else "rule"), ""
     if needs == "second derivative" and not covered <= {*getattr(rule, "linear_in_params", ())}:
         return "refused", _NONLINEAR
     if needs == "structure" and not _has_structure(rule, module, parameters | covered):
@@ -313,8 +312,7 @@ def _is_trained(module: Module, name: str) -> bool:
 
 def _needs(extension: type[Extension]) -> str:
     """What a layer must have for an extension, from the kit's quantities."""
-    quantity = quantity_of(extension)
-    if quantity is not None:
+    if (quantity := quantity_of(extension)) is not None:
         return quantity.needs
     return "gradient" if issubclass(extension, FirstOrderExtension) else "curvature"
 

@@ -15,6 +15,8 @@ from backpack_core.errors import BackpackError
 from backpack_core.extensions import BatchGrad
 from tests.oracle import assert_close
 
+pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+
 D, C = 3, 2
 
 
