@@ -47,7 +47,7 @@ def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[support.Row
         ("LayerNorm", "Variance", "rule"),
         ("Embedding", "SumGradSquared", "fast"),
         ("GRU", "HMP", "graph"),
-        ("GRU", "PCHMP", "refused"),
+        ("GRU", "PCHMP", "graph"),
         ("GRUCell", "ClippedSumGrad", "fast"),
         ("A module without a rule", "ClippedSumGrad", "autodiff"),
         ("Tanh", "BatchGrad", "-"),
@@ -124,7 +124,7 @@ def one_matrix(
 def test_matrix_fits_a_terminal() -> None:
     report = table_of_rules()
     lines = list(folded(report, 100))
-    assert len(lines) < 240
+    assert len(lines) < 250
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())
     for row in report.rows:

@@ -53,9 +53,9 @@ def _has_none(rule: LayerRule, view: View) -> UnsupportedError:
     first = "" if is_ready else "derive it from backpack_products.SecondOrderRule, and "
     return UnsupportedError(
         f"{type(rule).__name__} has no second derivative, but {view.path} needs one here, since "
-        "trained parameters lie before it. Use DiagHMP or HMP, or the generalised Gauss-Newton "
-        f"matrix (DiagGGNExact, GGNMP). If the rule is yours, {first}implement "
-        "_second_derivative_mat_prod, or declare hessian_is_zero if it is."
+        "trained parameters lie before it. Use DiagHMP, HMP or the generalised Gauss-Newton matrix "
+        f"(DiagGGNExact, GGNMP), or {first}implement _second_derivative_mat_prod in the rule, or "
+        "declare hessian_is_zero if it is."
     )
 
 

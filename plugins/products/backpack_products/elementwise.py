@@ -37,9 +37,9 @@ class ElementwiseRule(SecondOrderRule):
         if self.hessian_is_zero:
             return torch.zeros_like(view.output)
         raise UnsupportedError(
-            f"{type(self).__name__} has no second derivative, but {view.path} needs one here. If "
-            "the rule is yours, implement second_derivative(view). Otherwise use DiagHMP or HMP, "
-            "or the generalised Gauss-Newton matrix (DiagGGNExact, GGNMP)."
+            f"{type(self).__name__} has no second derivative, but {view.path} needs one here. Use "
+            "DiagHMP, HMP or the generalised Gauss-Newton matrix (DiagGGNExact, GGNMP), or "
+            "implement second_derivative(view) in the rule."
         )
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
