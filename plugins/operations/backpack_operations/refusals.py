@@ -212,10 +212,12 @@ def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.Unsupp
         f"The number that backward() is called on depends on {named(survey, parameter)} by the "
         f"operation {described(node)!r}"
     )
-    if Owners(survey).are_elsewhere((node, 0)):
+    owners = Owners(survey)
+    further = [n for n, _ in survey.between if n is node or node in behind([n])]
+    if any(owners.are_elsewhere((n, 0)) for n in further):
         return errors.UnsupportedError(
-            f"{depends}, whose result has its samples on an axis other than the first: they cannot "
-            "be told apart there. Have the model return samples in front, as in "
+            f"{depends}, and what comes of it has its samples on an axis other than the first: "
+            "they cannot be told apart there. Have the model return samples in front, as in "
             "output.transpose(0, 1)."
         )
     if nodes.is_function(node) and any(map(calls_at, behind([node]))):
