@@ -145,7 +145,7 @@ class FalseZeroMixed(SecondOrderRule):
     hessian_is_zero = True
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = view.inputs
+        a, b = view.input, view.tensor_input(1)
         return mat * b, mat * a
 
 
@@ -313,10 +313,10 @@ FAULTS = [
     (case_of(Grouped, PartialParams), "accepts", "params leaves out 'bias', which a Grouped has"),
     (case_of(Gain, DrawsNumbers), "accepts", "random numbers"),
     (case_of(Gain, StoresOnTheModule), "accepts", "'kept'"),
-    (case_of(Gain, WrongInEvalMode), "other_mode", "In eval mode, .*: .* 2 times"),
+    (case_of(Gain, WrongInEvalMode), "other_mode", "2 times .* in the other mode, train or eval"),
     (case_of(Grouped, WrongWithoutBias), "partly_frozen", "layer.weight"),
     (case_of(Gain, WidensColumns), "keeps_dtype", "float64, from columns in torch.float32"),
-    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "read them from the view"),
+    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "read it from the view"),
     (case_of(Gain, WritesToColumns), "accepts", "changed a tensor"),
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),
