@@ -12,6 +12,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from backpack_core.errors import UnsupportedError
 from backpack_core.testing import loss_checks, merging_checks, net_checks, oracle, rule_checks
 from backpack_core.testing.cases import SAMPLES, Case, RuleCase
 from backpack_core.testing.compare import agree, finite
@@ -127,8 +128,8 @@ SITUATIONS: dict[str, tuple[Callable[[RuleCase], RuleCase], str]] = {
     "one_sample": (partial(_inputs, samples=1), "That is for a single sample, N = 1."),
     "empty_batch": (partial(_inputs, samples=0), "That is for N = 0, as Poisson sampling draws."),
     "large_inputs": (
-        partial(_inputs, factor=1000),
-        "That is for inputs a thousand times as large.",
+        partial(_inputs, factor=10_000),
+        "That is for inputs 10,000 times as large.",
     ),
 }
 
@@ -140,8 +141,11 @@ def in_situation(run: LayerRun, name: str) -> None:
         run_of_twin = shared_run_of(twin := change(run.case))
         targets = [*run_of_twin.live.values(), *run_of_twin.parameters.values()]
         finite([*oracle.gradients(run_of_twin.output.sum(), targets), run_of_twin.output], "")
-        run_of_twin.rule.check(run_of_twin.view)
     except Exception:
+        return  # the layer itself takes nothing like that
+    try:
+        run_of_twin.rule.check(run_of_twin.view)
+    except UnsupportedError:
         return
     own_traits = traits(twin) - {"once", "overwritten"}  # declared for the case's mode only
     for check in OF_METHODS:

@@ -224,11 +224,11 @@ def subsampled_call(case: LossCase) -> Entries:
 
 
 def other_inputs(case: LossCase) -> None:
-    """Check further inputs, in which every label occurs, of other sizes, with one column or more."""
+    """Check further inputs, in which each label occurs, of other sizes, with one column or more."""
     for seed in range(12, 28):
         samples, columns = ((5, 1), (1, 7), (5, 7), (0, 2))[seed % 4]
-        inputs = case.as_rule_case("mean").arguments(samples, seed=seed)
         try:
+            inputs = case.as_rule_case("mean").arguments(samples, seed=seed)
             run = LossRun(case, "mean" if samples else "sum", columns, inputs=inputs)
         except Exception:
             if samples:

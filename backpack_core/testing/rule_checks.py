@@ -179,18 +179,17 @@ def keeps_dtype(run: LayerRun) -> None:
 def change(module: Module) -> None:
     """Change parameters, buffers, settings that are floats, and the mode of a module."""
     for part in module.modules():
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                other = 2 * tensor.detach() + 1
-                setattr(part, name, Parameter(other) if isinstance(tensor, Parameter) else other)
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, Parameter(2 * parameter.detach() + 1))
+        for name, buffer in [*part.named_buffers(recurse=False)]:
+            setattr(part, name, 2 * buffer + 1)
         vars(part).update({k: 2 * v + 1 for k, v in vars(part).items() if type(v) is float})
     module.train(not module.training)
 
 
 CHANGED = "The module was changed after the forward pass: read it from the view, and keep nothing."
 _OVERWRITTEN = (
-    "The inputs were overwritten after the forward pass: view.input and view.tensor_input(index) "
-    "raise an error then, while view.inputs is for shapes only."
+    "The inputs were overwritten after the forward pass: use view.input, not view.inputs."
 )
 
 
@@ -199,11 +198,10 @@ def changed_since(run: LayerRun) -> None:
     for where in (CHANGED, _OVERWRITTEN):
         run = run_layer(run.case)
         require(bool(run.jacobians), "Nothing is differentiated.")  # asked here, before the change
+        for tensor in run.view.stored.inputs if where is _OVERWRITTEN else ():
+            tensor.detach().zero_()
         if where is CHANGED:
             change(run.module)
-        else:
-            for tensor in run.view.stored.inputs:
-                tensor.detach().copy_(tensor.flip(0) + tensor)
         with suppress(OverwrittenInputError, UnsupportedError):
             agree(products(run), run.case.tolerances.float64, where)
 
@@ -224,20 +222,25 @@ def called_again(run: LayerRun) -> None:
 def differentiable(run: LayerRun) -> Entries:
     """Compare derivatives of the products, which ``create_graph=True`` asks for."""
     run = run_layer(run.case)
-    view, mat = View(run.view.call, run.view.index, axis=run.batch_axis), run.columns(1)
-    found = dict(enumerate(run.rule.jac_t_mat_prod(view, mat))) if any(run.live) else {}
-    for name in run.parameters:
-        found[name] = run.rule.param_jac_t_mat_prod(view, name, mat).sum(1)
-    targets = [*run.live.values(), *run.parameters.values()]
-    of_view = [*(view.inputs[slot] for slot in run.live), *run.parameters.values()]
-    names = [*run.live, *run.parameters]  # the numbers of inputs first
-    true = oracle.gradients(run.output, targets, mat[0], again=True)
-    for name, expected in zip(names, true, strict=True):
+    rule, view, mat = (
+        run.rule,
+        View(run.view.call, run.view.index, axis=run.batch_axis),
+        run.columns(1),
+    )
+    try:
+        found: dict[Any, Any] = dict(enumerate(rule.jac_t_mat_prod(view, mat) if run.live else ()))
+        found |= {n: rule.param_jac_t_mat_prod(view, n, mat).sum(1) for n in run.parameters}
+    except (OverwrittenInputError, UnsupportedError):
+        return
+    leaves: dict[Any, Tensor] = {**run.live, **run.parameters}
+    of_view = [view.inputs[key] if key in run.live else leaf for key, leaf in leaves.items()]
+    true = oracle.gradients(run.output, [*leaves.values()], mat[0], again=True)
+    for name, expected in zip(leaves, true, strict=True):
         if found.get(name) is not None:
             weights = oracle.draw(tuple(expected.shape), 6)
-            pairs = [(found[name][0], of_view), (expected, targets)]
-            derivatives = [oracle.gradients((m * weights).sum(), by) for m, by in pairs]
-            for by, *pair in zip(names, *derivatives, strict=True):
+            ours = oracle.gradients((found[name][0] * weights).sum(), of_view)
+            theirs = oracle.gradients((expected * weights).sum(), [*leaves.values()])
+            for by, *pair in zip(leaves, ours, theirs, strict=True):
                 yield f"The product at {name!r}, differentiated by {by!r} (create_graph)", *pair
 
 
@@ -248,7 +251,7 @@ def affine_form(run: LayerRun) -> Entries:
     with torch.no_grad():
         inputs = rule.affine_input(view)[0 : view.batch_size]
         found = torch.einsum("goi,nsgi->nsgo", _matrix(run, "weight"), inputs)
-        if "bias" in run.parameters:
+        if getattr(run.module, "bias", None) is not None:
             found = found + _matrix(run, "bias")
         expected = rule.affine_output(view, view.output.unsqueeze(0))[0]
     yield "W x + b in affine form", found, expected
@@ -257,7 +260,7 @@ def affine_form(run: LayerRun) -> Entries:
 def _matrix(run: LayerRun, name: str) -> Tensor:
     """A weight as ``[G, O, I]``, or a bias as ``[G, O]``."""
     affine, numbers = _affine_product(run, name)
-    theta = run.parameters[name].detach()
+    theta = run.view.parameter(name)
     matrix = torch.empty_like(theta).flatten()
     matrix[affine.to_parameter(numbers).flatten()] = theta.flatten()
     return matrix.reshape(affine.sizes)
@@ -401,8 +404,6 @@ def mixes_samples(run: LayerRun) -> None:
         if leaf.dim() and leaf.shape[0] == samples
     )
     actual = "influence" if mixing else "do not influence"
-    message = (
-        f"mixes_samples says {declared}, but samples {actual} each other in this call, if they are "
-        f"on axis {run.batch_axis} of the output, as batch_axis(view, index) says."
-    )
+    message = f"mixes_samples says {declared}, but samples {actual} each other in this call (they "
+    message += f"are on axis {run.batch_axis} of the output, as batch_axis(view, index) says)."
     require(declared == mixing, message)
