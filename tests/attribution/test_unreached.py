@@ -14,6 +14,7 @@ from backpack_attribution import (
     GradCosine,
     GradDot,
     GradientStore,
+    Influence,
     LoGra,
     Method,
     fill,
@@ -114,3 +115,44 @@ def test_stores(projection: Projection | None, rank: int | None, tmp_path: Path)
         for name, value in expected.items():
             dense = [v if isinstance(v, Tensor) else v.dense() for v in (ours[name], value)]
             assert_close(*dense)
+
+
+class TwoHeads(nn.Module):
+    """Queries end at the first head, training samples at the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, is_query: Tensor | None = None) -> Tensor:
+        head: Tensor = self.first(x)
+        return self.second(torch.tanh(head)) if is_query is None else head
+
+
+def test_the_exact_matrix_couples_parameters_that_queries_do_not_reach() -> None:
+    torch.manual_seed(0)
+    model, squares = TwoHeads(), nn.MSELoss(reduction="sum")
+    targets = torch.randn(8, 2)
+    asked = lambda output, target: output.square().sum()
+    parameters = dict(model.named_parameters())
+    outputs = lambda values: torch.func.functional_call(model, values, (X,)).flatten()
+    jacobians = torch.func.jacrev(outputs)({n: p.detach() for n, p in parameters.items()})
+    rows = torch.cat([jacobians[name].flatten(1) for name in parameters], 1)
+    matrix = 2 * rows.T @ rows + 0.1 * torch.eye(rows.shape[1])
+    own = gradients(model, (X, targets), squares)
+    first = gradients(model.first, (X[:2], targets[:2]), asked)
+    query = torch.cat([first, torch.zeros(2, len(matrix) - first.shape[1])], 1)
+    found = influence(
+        model,
+        squares,
+        [(X, targets)],
+        [((X[:2], torch.ones(2)), targets[:2])],
+        Influence(damping=0.1, refine=100, rtol=1e-12),
+        query_lossfunc=asked,
+        progress=False,
+    )
+    expected = own @ torch.linalg.solve(matrix, query.T)
+    assert_close(torch.as_tensor(found.values), expected)
+    ends = [((X[:2], torch.ones(2)), targets[:2])]
+    method = Influence(damping=0.1, refine=3, curvature_loader=[(X, targets)])
+    assert self_influence(model, squares, ends, method, progress=False).values.shape == (2, 1)

@@ -185,7 +185,11 @@ class Influence(InnerProduct):
     def transform(self, queries: Gradients, run: Run) -> Gradients:
         """``1/W (C + Λ)⁻¹`` times the queries."""
         self._require_same(queries)
-        rhs = {name: forms.dense(value) for name, value in queries.items()}
+        # The exact matrix couples parameters, so those that no query reaches take part in it.
+        coupled = self._blocks if self.refine else ()
+        known = {name: run.problem.parameters[name].detach().unsqueeze(0) for name in coupled}
+        whole = forms.completed(queries, known)
+        rhs = {name: forms.dense(value) for name, value in whole.items()}
         found = self._approximate(rhs)
         if self.refine:
             found = self._refined(rhs, found, run)

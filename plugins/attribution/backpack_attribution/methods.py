@@ -126,7 +126,7 @@ class InnerProduct(Method):
             samples: Their gradients, ``[N, *θ]`` for each parameter.
             queries: The same, transformed.
         """
-        return torch.stack([forms.own_of(samples[name], q) for name, q in queries.items()]).sum(0)
+        return torch.stack([forms.own_of(s, queries[name]) for name, s in samples.items()]).sum(0)
 
     def asked(self, run: Run) -> Iterator[Gradients]:
         """Gradients of the queries, ``[M, *θ]`` for each parameter, as many as are kept at once."""
