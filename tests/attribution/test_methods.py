@@ -157,6 +157,17 @@ def test_other_data_for_the_curvature_keep_the_scale(reduction: str, refine: int
         assert torch.allclose(found.values, wanted.values, rtol=1e-9)
 
 
+def test_the_weight_of_training_samples_in_half_precision() -> None:
+    """It is not read from losses of that precision, which would be too inexact or infinite."""
+    classes, (x, y) = torch.tensor([1.0, 1.7, 0.3]), vectors(9)
+    model, lossfunc = mlp().bfloat16(), nn.CrossEntropyLoss(classes.bfloat16())
+    data = loader((x.bfloat16(), y), 3)
+    methods = [Influence(damping=0.1, curvature_loader=other) for other in (None, data)]
+    for method in methods:
+        influence(model, lossfunc, data, data, method, progress=False)
+    assert methods[0]._divisor == pytest.approx(methods[1]._divisor, rel=1e-6)
+
+
 def test_conjugate_gradients_stay_on_the_device() -> None:
     """Step lengths, too: of the device's numbers only shapes are known here, and none are moved."""
     with FakeTensorMode():
@@ -267,7 +278,9 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="No parameter of the model is trained"):
         influence(mlp().requires_grad_(False), lossfunc, train, queries)
     with pytest.raises(UsageError, match="gave no sample"):
-        influence(model, lossfunc, iter(()), queries)
+        influence(model, lossfunc, [], queries)
+    with pytest.raises(UsageError, match="list_iterator can be gone through only once"):
+        influence(model, lossfunc, iter(train), queries)
     with pytest.raises(UsageError, match="A batch must be"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
     with pytest.raises(UsageError, match=r"must return \(inputs, targets\)\. Got tensor"):
@@ -379,7 +392,7 @@ def test_loaders_that_shuffle_or_repeat() -> None:
         with pytest.raises(UsageError, match="gave other batches"):
             influence(model, lossfunc, queries, shuffled, method)
     once = map(tuple, loader(vectors(4), 2))
-    with pytest.raises(UsageError, match="gave other batches"):
+    with pytest.raises(UsageError, match="map can be gone through only once"):
         influence(model, lossfunc, once, queries, "dot")
     for options, said in (({"shuffle": True}, "shuffles"), ({"shuffle": False}, "repeats")):
         sampler = DistributedSampler(data, 4, 0, **options)

@@ -91,6 +91,24 @@ def test_margins_and_their_gradients(problem) -> None:
     assert certain.grad.isfinite().all()
 
 
+def test_trak_of_an_empty_batch(problem) -> None:
+    model, train, queries = problem
+    lossfunc, data = nn.CrossEntropyLoss(), loader(train, 9)
+    wanted = influence(model, lossfunc, data, loader(queries, 3), TRAK(4, damping=0.1)).values
+    more = [*data, tuple(part[:0] for part in train)]
+    found = influence(model, lossfunc, more, loader(queries, 3), TRAK(4, damping=0.1)).values
+    assert torch.equal(found, wanted)
+
+
+def test_margins_that_cancel_in_half_precision_are_a_sum() -> None:
+    lossfunc = nn.CrossEntropyLoss()
+    logits = torch.tensor([[1.0, 0.0], [0.0, 1.02]], dtype=torch.bfloat16)
+    layer = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(torch.eye(2))
+    half = [(logits, torch.zeros(2, dtype=torch.long))]
+    influence(layer, lossfunc, half, half, TRAK(4, damping=0.1))
+
+
 def test_what_is_singular_has_a_pseudo_inverse() -> None:
     rows = torch.randn(3, 8)
     found = inverse_product(rows.T @ rows, rows, 0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from backpack_attribution import forms
 from backpack_attribution.manifest import Projected, shown
 from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined, see_checkpoints
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
@@ -189,8 +190,7 @@ class TRAK(Method):
         output, target = problem.forward(problem.model, batch)
         losses = Margin(problem.lossfunc).losses(output, target)
         missed, counts = -torch.expm1(-losses), (losses > 0).to(losses.dtype)
-        flat = (t.reshape(len(t), -1).sum(1) for t in (missed * counts, counts))
-        first, second = flat
+        first, second = (forms.flat(t).sum(1) for t in (missed * counts, counts))
         return first / second.clamp(min=1)
 
 

@@ -168,7 +168,12 @@ class Run:
 
 
 def _require_batches(loader: Any) -> None:
-    """Refuse a data set, which gives single samples."""
+    """Refuse a data set, which gives single samples, and what can be gone through only once."""
+    if isinstance(loader, Iterator):
+        raise UsageError(
+            f"{type(loader).__name__} can be gone through only once, and samples are first named "
+            "and then read: give a DataLoader or a list."
+        )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise UsageError(
             f"{type(loader).__name__} gives single samples, but batches are needed: give "
