@@ -159,8 +159,7 @@ def test_other_data_for_the_curvature_keep_the_scale(reduction: str, refine: int
 
 def test_the_weight_of_training_samples_in_half_precision() -> None:
     """It is not read from losses of that precision, which would be too inexact or infinite."""
-    classes, (x, y) = torch.tensor([1.0, 1.7, 0.3]), vectors(9)
-    model, lossfunc = mlp().bfloat16(), nn.CrossEntropyLoss(classes.bfloat16())
+    model, lossfunc, (x, y) = mlp().bfloat16(), nn.CrossEntropyLoss(), vectors(9)
     data = loader((x.bfloat16(), y), 3)
     methods = [Influence(damping=0.1, curvature_loader=other) for other in (None, data)]
     for method in methods:
