@@ -100,13 +100,11 @@ def test_trak_of_an_empty_batch(problem) -> None:
     assert torch.equal(found, wanted)
 
 
-def test_margins_that_cancel_in_half_precision_are_a_sum() -> None:
-    lossfunc = nn.CrossEntropyLoss()
-    logits = torch.tensor([[1.0, 0.0], [0.0, 1.02]], dtype=torch.bfloat16)
-    layer = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
-    layer.weight.data.copy_(torch.eye(2))
-    half = [(logits, torch.zeros(2, dtype=torch.long))]
-    influence(layer, lossfunc, half, half, TRAK(4, damping=0.1))
+def test_margins_in_half_precision_are_a_sum() -> None:
+    """Their sum over a batch is rounded, and so are those over its halves."""
+    model, lossfunc, (x, y) = mlp().bfloat16(), nn.CrossEntropyLoss(), vectors(9, seed=16)
+    half = [(x.bfloat16(), y)]
+    influence(model, lossfunc, half, half, TRAK(4, damping=0.1))
 
 
 def test_what_is_singular_has_a_pseudo_inverse() -> None:
