@@ -8,13 +8,14 @@ from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
-from backpack_attribution.methods import InnerProduct
+from backpack_attribution.methods import InnerProduct, joined
+from backpack_attribution.problem import on_device
 from backpack_attribution.run import Run
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, KFAC, KFLR
@@ -194,6 +195,25 @@ class Influence(InnerProduct):
         if self.refine:
             found = self._refined(rhs, found, run)
         return {name: value / self._divisor for name, value in found.items()}
+
+    def transformed(
+        self, parts: Iterator[Gradients], run: Run
+    ) -> Iterator[tuple[Gradients, Gradients]]:
+        """As in the base class; a product with ``C`` needs the same vectors on all processes."""
+        if not self.refine or run.process_group is None:
+            yield from super().transformed(parts, run)
+            return
+        while True:
+            own = next(parts, {})
+            every = run.of_all({name: forms.dense(value).cpu() for name, value in own.items()})
+            counts = [len(next(iter(part.values()), ())) for part in every]
+            if not any(counts):
+                return
+            whole = on_device(joined(filter(None, every)), run.problem.device)
+            solved = self.transform(whole, run)
+            first = sum(counts[: distributed.get_rank(run.process_group)])
+            if own:
+                yield own, {n: v[first : first + len(own[n])] for n, v in solved.items()}
 
     def _approximate(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._inverse(name).matmul(value) for name, value in vectors.items()}

@@ -83,7 +83,7 @@ def influence(
     queries = run.names(query_loader, query_identities, is_shared=False)
     values = chosen.values(run)
     scores = Scores(values, run.names_of_rows(train), queries, chosen.name)
-    return run.gathered(_finite(scores))
+    return _finite(run.gathered(scores))
 
 
 def self_influence(
@@ -126,7 +126,7 @@ def self_influence(
     train = run.names(train_loader, identities, is_shared=True)
     values = chosen.own_values(run).unsqueeze(1)
     scores = Scores(values, run.names_of_rows(train), ["itself"], chosen.name)
-    return run.gathered(_finite(scores))
+    return _finite(run.gathered(scores))
 
 
 def _finite(scores: Scores) -> Scores:

@@ -107,17 +107,26 @@ class InnerProduct(Method):
         """Scores for themselves, ``[N]``: each sample or token is its own query."""
         with run.problem.extended():
             self.fit(run)
-            batches = run.batches(run.train_loader, f"{self.name}: training samples")
-            return run.of_training([self._own_of_batch(run, batch) for batch in batches])
+            counts: list[int] = []
+            pairs = self.transformed(self._parts(run, counts), run)
+            found = [self.own(part, queries) for part, queries in pairs]
+            rows = torch.cat(found) if found else torch.zeros(0, device="cpu")
+            return run.of_training(rows.split(counts))
 
-    def _own_of_batch(self, run: Run, batch: Any) -> Tensor:
-        gradients = run.problem.gradients(batch)
-        count = _rows_of([*map(len, gradients.values())])
-        step, found = forms.fitting(gradients), []
-        for start in range(0, count, step):
-            part = {name: value[start : start + step] for name, value in gradients.items()}
-            found.append(self.own(part, self.transform(part, run)))
-        return torch.cat(found)
+    def _parts(self, run: Run, counts: list[int]) -> Iterator[Gradients]:
+        """Gradients of some training samples at a time; rows of each batch go to ``counts``."""
+        for batch in run.batches(run.train_loader, f"{self.name}: training samples"):
+            gradients = run.problem.gradients(batch)
+            counts.append(_rows_of([*map(len, gradients.values())]))
+            step = forms.fitting(gradients)
+            for start in range(0, counts[-1], step):
+                yield {name: value[start : start + step] for name, value in gradients.items()}
+
+    def transformed(
+        self, parts: Iterator[Gradients], run: Run
+    ) -> Iterator[tuple[Gradients, Gradients]]:
+        """Each part of the samples of this process, and the same as queries, ``T g_n``."""
+        return ((part, self.transform(part, run)) for part in parts)
 
     def own(self, samples: Gradients, queries: Gradients) -> Tensor:
         """Scores of samples for themselves, ``[N]``.

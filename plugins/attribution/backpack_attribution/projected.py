@@ -102,16 +102,20 @@ class LoGra(Method):
         self, run: Run, train: dict[str, Tensor], queries: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """``(F + λ)⁻¹ φ_m`` of each parameter, ``[M, dim]``."""
-        asked = {name: queries[name] for name in queries if name in train}  # others have no part
-        moments = {name: run.summed(train[name].T @ train[name]) for name in asked}
-        return inverse_products(moments, asked, self.damping)
+        moments = {name: run.summed(train[name].T @ train[name]) for name in train}
+        return inverse_products(moments, queries, self.damping)
 
     def _features(
         self, run: Run, problem: Problem, loader: Iterable[Any], what: str
     ) -> dict[str, Tensor]:
         with problem.extended():
             batches = run.batches(loader, f"logra: {what}")
-            return _joined([projections_of(problem, b, self._projection) for b in batches])
+            found = _joined([projections_of(problem, b, self._projection) for b in batches])
+        # Processes add up moments of the same parameters in one order, also if only some reach them.
+        trained = problem.parameters.items()
+        known = {n: p.detach().new_zeros(0, self.dim, device="cpu") for n, p in trained}
+        whole: Any = forms.completed(found, known)
+        return {name: whole[name] for name in known}
 
 
 class TRAK(Method):

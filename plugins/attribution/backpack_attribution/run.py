@@ -146,9 +146,13 @@ class Run:
         """Scores of the training samples of all processes, sorted by identity, on each of them."""
         if self.process_group is None:
             return scores
-        parts: list[Any] = [None] * distributed.get_world_size(self.process_group)
-        distributed.all_gather_object(parts, scores, group=self.process_group)
-        return Scores.cat(parts).sorted()
+        return Scores.cat(self.of_all(scores)).sorted()
+
+    def of_all(self, value: Any) -> list[Any]:
+        """What each process has, in the order of ranks."""
+        found: list[Any] = [None] * distributed.get_world_size(self.process_group)
+        distributed.all_gather_object(found, value, group=self.process_group)
+        return found
 
     def summed(self, value: Tensor) -> Tensor:
         """The sum of a tensor over processes."""
