@@ -133,11 +133,17 @@ def test_the_exact_matrix_couples_parameters_that_queries_do_not_reach() -> None
     torch.manual_seed(0)
     model, squares = TwoHeads(), nn.MSELoss(reduction="sum")
     targets = torch.randn(8, 2)
-    asked = lambda output, target: output.square().sum()
-    parameters = dict(model.named_parameters())
-    outputs = lambda values: torch.func.functional_call(model, values, (X,)).flatten()
-    jacobians = torch.func.jacrev(outputs)({n: p.detach() for n, p in parameters.items()})
-    rows = torch.cat([jacobians[name].flatten(1) for name in parameters], 1)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def asked(output: Tensor, target: Tensor) -> Tensor:
+        return output.square().sum()
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, values, (X,))
+        return found.flatten()
+
+    jacobians = torch.func.jacrev(outputs)(values)
+    rows = torch.cat([jacobians[name].flatten(1) for name in values], 1)
     matrix = 2 * rows.T @ rows + 0.1 * torch.eye(rows.shape[1])
     own = gradients(model, (X, targets), squares)
     first = gradients(model.first, (X[:2], targets[:2]), asked)

@@ -111,7 +111,7 @@ class LoGra(Method):
         with problem.extended():
             batches = run.batches(loader, f"logra: {what}")
             found = _joined([projections_of(problem, b, self._projection) for b in batches])
-        # Processes add up moments of the same parameters in one order, also if only some reach them.
+        # Processes add up moments of the same parameters in one order; some may not reach all.
         trained = problem.parameters.items()
         known = {n: p.detach().new_zeros(0, self.dim, device="cpu") for n, p in trained}
         whole: Any = forms.completed(found, known)
