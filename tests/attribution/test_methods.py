@@ -18,7 +18,7 @@ from backpack_attribution import (
 )
 from backpack_attribution.curvature import solved
 from backpack_core import extend, is_extended
-from backpack_core.errors import UsageError
+from backpack_core.errors import ShapeError, UsageError
 from backpack_core.extensions import EKFAC
 from backpack_data import accumulate
 from tests.attribution.problems import ggn, gradients, loader, mlp, scaled, tied, tokens, vectors
@@ -259,6 +259,24 @@ def test_what_others_stored_on_parameters_stays(problem, method) -> None:
 
 
 # Used badly ---------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """Its first input has no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, weights, x):
+        return weights.sum() * self.layer(x)
+
+
+@pytest.mark.parametrize("method", ["dot", "logra"])
+def test_batches_that_begin_with_another_tensor(method: str) -> None:
+    data = [((torch.ones(2), x), y) for x, y in loader(vectors(6), 3)]
+    with pytest.raises(ShapeError, match=r"have 4 entries .* Put a tensor with the samples"):
+        influence(Weighted(), nn.CrossEntropyLoss(), data, data, method)
 
 
 def test_refusals() -> None:
