@@ -294,6 +294,10 @@ def test_refusals() -> None:
         influence(model, nn.CrossEntropyLoss(reduction="none"), train, queries)
     with pytest.raises(UsageError, match="No parameter of the model is trained"):
         influence(mlp().requires_grad_(False), lossfunc, train, queries)
+    with pytest.raises(UsageError, match=r"A loader must give batches.* Got None"):
+        influence(model, lossfunc, None, queries)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"learning_rates must be finite numbers\. Got \['a'\]"):
+        TracIn([model.state_dict()], ["a"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="gave no sample"):
         influence(model, lossfunc, [], queries)
     with pytest.raises(UsageError, match="list_iterator can be gone through only once"):

@@ -121,6 +121,12 @@ def test_refusals() -> None:
         TRAK(0)
     with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
         influence(mlp(), lambda o, t: o.square().sum(), data, data, "trak")
+    for method in (LoGra, TRAK):
+        for damping in (-0.1, "large", float("nan")):
+            with pytest.raises(UsageError, match="a number that is zero or positive"):
+                method(damping=damping)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"A checkpoint must be a state.* Got Sequential"):
+        TRAK(checkpoints=[mlp()])  # type: ignore[list-item]
     others = (
         nn.MSELoss(),
         nn.CrossEntropyLoss(torch.ones(3)),

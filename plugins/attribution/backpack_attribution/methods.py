@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -199,8 +200,8 @@ class TracIn(Method):
             method: What is added up; default: :class:`GradDot`.
 
         Raises:
-            UsageError: ``checkpoints`` is empty, two of them are the same tensors, or the number of
-                learning rates differs.
+            UsageError: ``checkpoints`` is empty, one of them is neither a state nor a file, two are
+                the same tensors, or the learning rates are not as many finite numbers.
         """
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
@@ -210,6 +211,8 @@ class TracIn(Method):
                 f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
                 f"{len(checkpoints)} states."
             )
+        if not all(isfinite(as_number(rate)) for rate in rates):
+            raise UsageError(f"learning_rates must be finite numbers. Got {rates!r:.80}.")
         see_checkpoints(checkpoints)
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()
@@ -288,12 +291,26 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
     return own.data_ptr(), tensor.shape
 
 
+def as_number(value: Any) -> float:
+    """A number, also of NumPy or torch; NaN for what is none."""
+    try:
+        return nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return nan
+
+
 def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise an error if two states of a model are the same tensors.
+    """Check that checkpoints are states of a model or files, and that they differ.
 
     Raises:
-        UsageError: They are.
+        UsageError: One is something else, or two are the same tensors.
     """
+    for given in checkpoints:
+        if not isinstance(given, (Mapping, str, Path)):
+            raise UsageError(
+                "A checkpoint must be a state, copy.deepcopy(model.state_dict()), or a file of "
+                f"one. Got {type(given).__name__}."
+            )
     states = [state.values() for state in checkpoints if isinstance(state, Mapping)]
     places = {tuple(map(_place_of, state)) for state in states}
     if len(places) < len(states):

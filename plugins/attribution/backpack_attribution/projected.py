@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -12,7 +13,14 @@ from torch.nn import Module
 
 from backpack_attribution import forms
 from backpack_attribution.manifest import Projected, shown
-from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined, see_checkpoints
+from backpack_attribution.methods import (
+    Checkpoint,
+    Method,
+    as_number,
+    at_checkpoint,
+    joined,
+    see_checkpoints,
+)
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
@@ -78,6 +86,7 @@ class LoGra(Method):
             damping: The damping as a share of the mean eigenvalue of each parameter's ``F``.
         """
         self._projection = Projection(dim, kind, seed)
+        require_share(damping)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
 
     @property
@@ -145,6 +154,7 @@ class TRAK(Method):
             damping: The damping as a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
         """
         Projection(dim, kind, seed)
+        require_share(damping)
         see_checkpoints(checkpoints)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
         self._checkpoints = [*checkpoints]
@@ -245,6 +255,19 @@ def _may_be_log_probability(lossfunc: Module) -> bool:
     is_scaled = any(value is not None for value in settings)
     is_smoothed = bool(getattr(lossfunc, "label_smoothing", 0))
     return isinstance(lossfunc, _LOG_PROBABILITIES) and not (is_scaled or is_smoothed)
+
+
+def require_share(damping: Any) -> None:
+    """Check a damping that is a share of a mean eigenvalue.
+
+    Raises:
+        UsageError: It is not a number from zero on.
+    """
+    if not 0 <= as_number(damping) < inf:
+        raise UsageError(
+            "damping is a share of the mean eigenvalue, a number that is zero or positive, and "
+            f"finite. Got {damping!r:.80}."
+        )
 
 
 def inverse_products(

@@ -172,7 +172,12 @@ class Run:
 
 
 def _require_batches(loader: Any) -> None:
-    """Refuse a data set, which gives single samples, and what can be gone through only once."""
+    """Refuse a data set, which gives single samples, and what cannot be gone through twice."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise UsageError(
+            "A loader must give batches, as a DataLoader does, or a list of (inputs, targets). Got "
+            f"{loader!r:.80}."
+        )
     if isinstance(loader, Iterator):
         raise UsageError(
             f"{type(loader).__name__} can be gone through only once, and samples are first named "
