@@ -77,6 +77,14 @@ def test_scores(method: Method, train: list[Any]) -> None:
     assert_close(torch.as_tensor(found), torch.as_tensor(expected))
 
 
+def test_scores_in_half_precision() -> None:
+    """Projections are in single precision, also where a batch does not reach a parameter."""
+    model = _model().bfloat16()
+    train, queries = ([(x.bfloat16(), y) for x, y in data] for data in (DATA[1:-1], QUERIES))
+    found = influence(model, LOSS, train, queries, LoGra(4), progress=False).values
+    assert found.dtype == torch.float32
+
+
 def test_inner_products_and_norms() -> None:
     own = gradients(_model(True), (X, Y))
     asked = own[[0, 1, 6, 7]]

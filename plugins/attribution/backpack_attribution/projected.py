@@ -121,8 +121,10 @@ class LoGra(Method):
             batches = run.batches(loader, f"logra: {what}")
             found = _joined([projections_of(problem, b, self._projection) for b in batches])
         # Processes add up moments of the same parameters in one order; some may not reach all.
-        trained = problem.parameters.items()
-        known = {n: p.detach().new_zeros(0, self.dim, device="cpu") for n, p in trained}
+        dtypes = {
+            n: torch.promote_types(p.dtype, torch.float32) for n, p in problem.parameters.items()
+        }
+        known = {n: torch.zeros(0, self.dim, dtype=d, device="cpu") for n, d in dtypes.items()}
         whole: Any = forms.completed(found, known)
         return {name: whole[name] for name in known}
 
