@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.data import Dataset, IterableDataset
 
 from backpack_core.errors import UsageError
 
@@ -47,6 +48,11 @@ def require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, every
         raise UsageError(
             "The loader must allow several iterations, such as a DataLoader or a list "
             f"of (inputs, targets). Got {loader!r:.80}."
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise UsageError(
+            f"{type(loader).__name__} gives single samples, but batches are needed: give "
+            "DataLoader(dataset, batch_size=...), with None if its items are batches."
         )
     for name, value, what in (
         ("lossfunc", lossfunc, "a loss module, CrossEntropyLoss(), or a function of both"),

@@ -109,9 +109,10 @@ def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[floa
     found = list(normalisers)
     if not found:
         raise UsageError(
-            "No extended loss took part in the backward pass, so the weight of a batch is not "
-            "known: extend(lossfunc), or give normaliser=, what the loss divides by (the number "
-            "of samples for a mean, None for a sum)."
+            "No extended loss that has a rule took part in the backward pass, so the weight of a "
+            "batch is not known: extend(lossfunc) with a loss module of torch.nn that has one, or "
+            "give normaliser=, what the loss divides by (the number of samples for a mean, None "
+            "for a sum)."
         )
     numbers = [_positive(number) for number in found if number is not None]
     if not numbers:

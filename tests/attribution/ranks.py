@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from backpack_attribution import GradientStore, Influence, fill, influence
+from backpack_attribution import GradientStore, Influence, LoGra, fill, influence, self_influence
 from backpack_firstorder import Projection
 from tests.attribution.problems import loader, tied, tokens
+from tests.attribution.test_unreached import QUERIES, Mixture, X, Y
 from tests.forks import run_ranks
 
 METHODS: dict[str, Any] = {
@@ -33,6 +34,15 @@ def scores(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name, method in METHODS.items():
         found[name] = influence(model, lossfunc, train, queries, method(), process_group=group)
+    found["itself"] = self_influence(
+        model, lossfunc, train, METHODS["ekfac-cg"](), process_group=group
+    )
+    torch.manual_seed(0)
+    # Of two processes, each has the samples of one expert.
+    dealt = [part[[0, 6, 1, 7]][rank::ranks] for part in (X, Y)]
+    found["experts"] = influence(
+        Mixture(False), lossfunc, [tuple(dealt)], QUERIES, LoGra(4), process_group=group
+    )
     store = GradientStore(folder / f"store-{ranks}", dtype=torch.float64)
     fill(store, model, lossfunc, train, Projection(5), process_group=group)
     return {name: (value.values, value.train) for name, value in found.items()}

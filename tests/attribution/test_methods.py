@@ -18,7 +18,7 @@ from backpack_attribution import (
 )
 from backpack_attribution.curvature import solved
 from backpack_core import extend, is_extended
-from backpack_core.errors import UsageError
+from backpack_core.errors import ShapeError, UsageError
 from backpack_core.extensions import EKFAC
 from backpack_data import accumulate
 from tests.attribution.problems import ggn, gradients, loader, mlp, scaled, tied, tokens, vectors
@@ -157,6 +157,16 @@ def test_other_data_for_the_curvature_keep_the_scale(reduction: str, refine: int
         assert torch.allclose(found.values, wanted.values, rtol=1e-9)
 
 
+def test_the_weight_of_training_samples_in_half_precision() -> None:
+    """It is not read from losses of that precision, which would be too inexact or infinite."""
+    model, lossfunc, (x, y) = mlp().bfloat16(), nn.CrossEntropyLoss(), vectors(9)
+    data = loader((x.bfloat16(), y), 3)
+    methods = [Influence(damping=0.1, curvature_loader=other) for other in (None, data)]
+    for method in methods:
+        influence(model, lossfunc, data, data, method, progress=False)
+    assert methods[0]._divisor == pytest.approx(methods[1]._divisor, rel=1e-6)
+
+
 def test_conjugate_gradients_stay_on_the_device() -> None:
     """Step lengths, too: of the device's numbers only shapes are known here, and none are moved."""
     with FakeTensorMode():
@@ -251,6 +261,24 @@ def test_what_others_stored_on_parameters_stays(problem, method) -> None:
 # Used badly ---------------------------------------------------------------------------------------
 
 
+class Weighted(nn.Module):
+    """Its first input has no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, weights, x):
+        return weights.sum() * self.layer(x)
+
+
+@pytest.mark.parametrize("method", ["dot", "logra"])
+def test_batches_that_begin_with_another_tensor(method: str) -> None:
+    data = [((torch.ones(2), x), y) for x, y in loader(vectors(6), 3)]
+    with pytest.raises(ShapeError, match=r"have 4 entries .* Put a tensor with the samples"):
+        influence(Weighted(), nn.CrossEntropyLoss(), data, data, method)
+
+
 def test_refusals() -> None:
     model, lossfunc = mlp(), nn.CrossEntropyLoss()
     train, queries = loader(vectors(4), 2), loader(vectors(2), 2)
@@ -266,8 +294,14 @@ def test_refusals() -> None:
         influence(model, nn.CrossEntropyLoss(reduction="none"), train, queries)
     with pytest.raises(UsageError, match="No parameter of the model is trained"):
         influence(mlp().requires_grad_(False), lossfunc, train, queries)
+    with pytest.raises(UsageError, match=r"A loader must give batches.* Got None"):
+        influence(model, lossfunc, None, queries)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"learning_rates must be finite numbers\. Got \['a'\]"):
+        TracIn([model.state_dict()], ["a"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="gave no sample"):
-        influence(model, lossfunc, iter(()), queries)
+        influence(model, lossfunc, [], queries)
+    with pytest.raises(UsageError, match="list_iterator can be gone through only once"):
+        influence(model, lossfunc, iter(train), queries)
     with pytest.raises(UsageError, match="A batch must be"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
     with pytest.raises(UsageError, match=r"must return \(inputs, targets\)\. Got tensor"):
@@ -379,7 +413,7 @@ def test_loaders_that_shuffle_or_repeat() -> None:
         with pytest.raises(UsageError, match="gave other batches"):
             influence(model, lossfunc, queries, shuffled, method)
     once = map(tuple, loader(vectors(4), 2))
-    with pytest.raises(UsageError, match="gave other batches"):
+    with pytest.raises(UsageError, match="map can be gone through only once"):
         influence(model, lossfunc, once, queries, "dot")
     for options, said in (({"shuffle": True}, "shuffles"), ({"shuffle": False}, "repeats")):
         sampler = DistributedSampler(data, 4, 0, **options)

@@ -91,6 +91,22 @@ def test_margins_and_their_gradients(problem) -> None:
     assert certain.grad.isfinite().all()
 
 
+def test_trak_of_an_empty_batch(problem) -> None:
+    model, train, queries = problem
+    lossfunc, data = nn.CrossEntropyLoss(), loader(train, 9)
+    wanted = influence(model, lossfunc, data, loader(queries, 3), TRAK(4, damping=0.1)).values
+    more = [*data, tuple(part[:0] for part in train)]
+    found = influence(model, lossfunc, more, loader(queries, 3), TRAK(4, damping=0.1)).values
+    assert torch.equal(found, wanted)
+
+
+def test_margins_in_half_precision_are_a_sum() -> None:
+    """Their sum over a batch is rounded, and so are those over its halves."""
+    model, lossfunc, (x, y) = mlp().bfloat16(), nn.CrossEntropyLoss(), vectors(9, seed=16)
+    half = [(x.bfloat16(), y)]
+    influence(model, lossfunc, half, half, TRAK(4, damping=0.1))
+
+
 def test_what_is_singular_has_a_pseudo_inverse() -> None:
     rows = torch.randn(3, 8)
     found = inverse_product(rows.T @ rows, rows, 0.0)
@@ -105,6 +121,12 @@ def test_refusals() -> None:
         TRAK(0)
     with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
         influence(mlp(), lambda o, t: o.square().sum(), data, data, "trak")
+    for method in (LoGra, TRAK):
+        for damping in (-0.1, "large", float("nan")):
+            with pytest.raises(UsageError, match="a number that is zero or positive"):
+                method(damping=damping)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"A checkpoint must be a state.* Got Sequential"):
+        TRAK(checkpoints=[mlp()])  # type: ignore[list-item]
     others = (
         nn.MSELoss(),
         nn.CrossEntropyLoss(torch.ones(3)),

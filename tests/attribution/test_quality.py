@@ -93,6 +93,14 @@ def test_digits_without_some_of_them(tmp_path) -> None:
     assert torch.equal(again.outputs, truth.outputs)
     with pytest.raises(UsageError, match="other subsets or seeds"):
         retrained(task, halves(120, 12), (1,), file=tmp_path / "losses")
+    others = (
+        digits("mlp", 120, 20),
+        digits(samples=120, queries=20, decay=0.1),
+        task.mislabelled()[0],
+    )
+    for other in others:
+        with pytest.raises(UsageError, match="losses of another task"):
+            retrained(other, halves(120, 12), file=tmp_path / "losses")
     chosen = [3, 50, 99]
     without = ~torch.nn.functional.one_hot(torch.tensor(chosen), 120).bool()
     changes = retrained(task, without, progress=False).outputs - task.losses(model)

@@ -14,6 +14,7 @@ from backpack_attribution import (
     GradCosine,
     GradDot,
     GradientStore,
+    Influence,
     LoGra,
     Method,
     fill,
@@ -76,6 +77,14 @@ def test_scores(method: Method, train: list[Any]) -> None:
     assert_close(torch.as_tensor(found), torch.as_tensor(expected))
 
 
+def test_scores_in_half_precision() -> None:
+    """Projections are in single precision, also where a batch does not reach a parameter."""
+    model = _model().bfloat16()
+    train, queries = ([(x.bfloat16(), y) for x, y in data] for data in (DATA[1:-1], QUERIES))
+    found = influence(model, LOSS, train, queries, LoGra(4), progress=False).values
+    assert found.dtype == torch.float32
+
+
 def test_inner_products_and_norms() -> None:
     own = gradients(_model(True), (X, Y))
     asked = own[[0, 1, 6, 7]]
@@ -114,3 +123,50 @@ def test_stores(projection: Projection | None, rank: int | None, tmp_path: Path)
         for name, value in expected.items():
             dense = [v if isinstance(v, Tensor) else v.dense() for v in (ours[name], value)]
             assert_close(*dense)
+
+
+class TwoHeads(nn.Module):
+    """Queries end at the first head, training samples at the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, is_query: Tensor | None = None) -> Tensor:
+        head: Tensor = self.first(x)
+        return self.second(torch.tanh(head)) if is_query is None else head
+
+
+def test_the_exact_matrix_couples_parameters_that_queries_do_not_reach() -> None:
+    torch.manual_seed(0)
+    model, squares = TwoHeads(), nn.MSELoss(reduction="sum")
+    targets = torch.randn(8, 2)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def asked(output: Tensor, target: Tensor) -> Tensor:
+        return output.square().sum()
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, values, (X,))
+        return found.flatten()
+
+    jacobians = torch.func.jacrev(outputs)(values)
+    rows = torch.cat([jacobians[name].flatten(1) for name in values], 1)
+    matrix = 2 * rows.T @ rows + 0.1 * torch.eye(rows.shape[1])
+    own = gradients(model, (X, targets), squares)
+    first = gradients(model.first, (X[:2], targets[:2]), asked)
+    query = torch.cat([first, torch.zeros(2, len(matrix) - first.shape[1])], 1)
+    found = influence(
+        model,
+        squares,
+        [(X, targets)],
+        [((X[:2], torch.ones(2)), targets[:2])],
+        Influence(damping=0.1, refine=100, rtol=1e-12),
+        query_lossfunc=asked,
+        progress=False,
+    )
+    expected = own @ torch.linalg.solve(matrix, query.T)
+    assert_close(torch.as_tensor(found.values), expected)
+    ends = [((X[:2], torch.ones(2)), targets[:2])]
+    method = Influence(damping=0.1, refine=3, curvature_loader=[(X, targets)])
+    assert self_influence(model, squares, ends, method, progress=False).values.shape == (2, 1)

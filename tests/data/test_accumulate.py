@@ -411,6 +411,13 @@ def test_what_is_no_loss_and_no_loader():
             accumulate(net(), loss(), wrong, DiagGGNExact())
 
 
+def test_a_data_set_is_no_loader():
+    """Steps of a sequence without an axis of samples would count as samples."""
+    steps = TensorDataset(torch.randn(4, 7, 5), torch.randn(4, 7, 3))
+    with pytest.raises(UsageError, match="TensorDataset gives single samples"):
+        accumulate(nn.Linear(5, 3), nn.MSELoss(), steps, DiagGGNExact(), progress=False)
+
+
 def test_numbers_of_numpy_and_places_of_any_kind():
     found = run(KFLR(), DiagGGNExact())
     for place, value in (np.float64(2.0) * found).items():

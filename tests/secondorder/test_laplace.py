@@ -124,6 +124,19 @@ def test_from_a_net_to_predictions(structure: str, subset: str, likelihood: str)
         assert torch.allclose(first, second, rtol=1e-8, atol=1e-8)
 
 
+def test_a_last_layer_that_is_not_the_output_is_refused() -> None:
+    """Its own output is not what the loss is of."""
+
+    class Halved(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.5 * super().forward(x)
+
+    data = DataLoader(TensorDataset(net("chain")[1], targets("classification")), batch_size=4)
+    la = laplace.Laplace(Halved(), "classification", "last_layer", backend=laplace_backend())
+    with pytest.raises(UnsupportedError, match="output is not that of its last layer"):
+        la.fit(data)
+
+
 @pytest.mark.filterwarnings("ignore:By default `link_approx` is")  # it says so of its default
 def test_kronecker_factors_of_any_architecture() -> None:
     model, x = net("residual")

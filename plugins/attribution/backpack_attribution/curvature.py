@@ -8,13 +8,14 @@ from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
-from backpack_attribution.methods import InnerProduct
+from backpack_attribution.methods import InnerProduct, joined
+from backpack_attribution.problem import on_device
 from backpack_attribution.run import Run
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, KFAC, KFLR
@@ -185,11 +186,34 @@ class Influence(InnerProduct):
     def transform(self, queries: Gradients, run: Run) -> Gradients:
         """``1/W (C + Λ)⁻¹`` times the queries."""
         self._require_same(queries)
-        rhs = {name: forms.dense(value) for name, value in queries.items()}
+        # The exact matrix couples parameters, so those that no query reaches take part in it.
+        coupled = self._blocks if self.refine else ()
+        known = {name: run.problem.parameters[name].detach().unsqueeze(0) for name in coupled}
+        whole = forms.completed(queries, known)
+        rhs = {name: forms.dense(value) for name, value in whole.items()}
         found = self._approximate(rhs)
         if self.refine:
             found = self._refined(rhs, found, run)
         return {name: value / self._divisor for name, value in found.items()}
+
+    def transformed(
+        self, parts: Iterator[Gradients], run: Run
+    ) -> Iterator[tuple[Gradients, Gradients]]:
+        """As in the base class; a product with ``C`` needs the same vectors on all processes."""
+        if not self.refine or run.process_group is None:
+            yield from super().transformed(parts, run)
+            return
+        while True:
+            own = next(parts, {})
+            every = run.of_all({name: forms.dense(value).cpu() for name, value in own.items()})
+            counts = [len(next(iter(part.values()), ())) for part in every]
+            if not any(counts):
+                return
+            whole = on_device(joined(filter(None, every)), run.problem.device)
+            solved = self.transform(whole, run)
+            first = sum(counts[: distributed.get_rank(run.process_group)])
+            if own:
+                yield own, {n: v[first : first + len(own[n])] for n, v in solved.items()}
 
     def _approximate(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._inverse(name).matmul(value) for name, value in vectors.items()}

@@ -14,7 +14,7 @@ from backpack_attribution.forms import Gradients
 from backpack_attribution.identities import Identity, tokens_of
 from backpack_attribution.manifest import Projected
 from backpack_attribution.problem import Loss, Problem, Split
-from backpack_attribution.projected import inverse_products, projections_of
+from backpack_attribution.projected import inverse_products, projections_of, require_share
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import ShapeError, UsageError
@@ -156,8 +156,10 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         damping: ``λ`` as a share of the mean eigenvalue of each part's ``F``.
 
     Raises:
-        UsageError: The store is empty, or the queries were computed by other plugins than the rows.
+        UsageError: The store is empty, the queries were computed by other plugins than the rows, or
+            the damping is negative.
     """
+    require_share(damping)
     store.count_of(queries)
     if not len(store):
         raise UsageError(f"{store.folder} has no rows yet, so it has no second moments.")

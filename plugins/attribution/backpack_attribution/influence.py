@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import distributed
+from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_attribution.curvature import Influence
+from backpack_attribution.identities import Identity
 from backpack_attribution.methods import GradCosine, GradDot, Method
 from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.projected import TRAK, LoGra
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.scores import Scores
-from backpack_core.errors import UnsupportedError, UsageError, nearest
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError, nearest
 from backpack_firstorder.tokens import Per
 
 METHODS: dict[str, Callable[[], Method]] = {
@@ -82,8 +83,8 @@ def influence(
     train = run.names(train_loader, identities, is_shared=True)
     queries = run.names(query_loader, query_identities, is_shared=False)
     values = chosen.values(run)
-    scores = Scores(values, run.names_of_rows(train), queries, chosen.name)
-    return run.gathered(_finite(scores))
+    scores = _scores(values, run.names_of_rows(train), queries, chosen.name)
+    return _finite(run.gathered(scores))
 
 
 def self_influence(
@@ -125,8 +126,18 @@ def self_influence(
     run = Run(problem, problem, train_loader, (), progress, process_group)
     train = run.names(train_loader, identities, is_shared=True)
     values = chosen.own_values(run).unsqueeze(1)
-    scores = Scores(values, run.names_of_rows(train), ["itself"], chosen.name)
-    return run.gathered(_finite(scores))
+    scores = _scores(values, run.names_of_rows(train), ["itself"], chosen.name)
+    return _finite(run.gathered(scores))
+
+
+def _scores(values: Tensor, train: list[Identity], queries: list[Identity], name: str) -> Scores:
+    if tuple(values.shape) != (len(train), len(queries)):
+        raise ShapeError(
+            f"The first tensors of the batches have {len(train)} entries for training and "
+            f"{len(queries)} for queries, but the gradients are those of {values.shape[0]} and "
+            f"{values.shape[1]}. Put a tensor with the samples on axis 0 first: give batch=."
+        )
+    return Scores(values, train, queries, name)
 
 
 def _finite(scores: Scores) -> Scores:

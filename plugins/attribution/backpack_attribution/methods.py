@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -107,17 +108,26 @@ class InnerProduct(Method):
         """Scores for themselves, ``[N]``: each sample or token is its own query."""
         with run.problem.extended():
             self.fit(run)
-            batches = run.batches(run.train_loader, f"{self.name}: training samples")
-            return run.of_training([self._own_of_batch(run, batch) for batch in batches])
+            counts: list[int] = []
+            pairs = self.transformed(self._parts(run, counts), run)
+            found = [self.own(part, queries) for part, queries in pairs]
+            rows = torch.cat(found) if found else torch.zeros(0, device="cpu")
+            return run.of_training(rows.split(counts))
 
-    def _own_of_batch(self, run: Run, batch: Any) -> Tensor:
-        gradients = run.problem.gradients(batch)
-        count = _rows_of([*map(len, gradients.values())])
-        step, found = forms.fitting(gradients), []
-        for start in range(0, count, step):
-            part = {name: value[start : start + step] for name, value in gradients.items()}
-            found.append(self.own(part, self.transform(part, run)))
-        return torch.cat(found)
+    def _parts(self, run: Run, counts: list[int]) -> Iterator[Gradients]:
+        """Gradients of some training samples at a time; rows of each batch go to ``counts``."""
+        for batch in run.batches(run.train_loader, f"{self.name}: training samples"):
+            gradients = run.problem.gradients(batch)
+            counts.append(_rows_of([*map(len, gradients.values())]))
+            step = forms.fitting(gradients)
+            for start in range(0, counts[-1], step):
+                yield {name: value[start : start + step] for name, value in gradients.items()}
+
+    def transformed(
+        self, parts: Iterator[Gradients], run: Run
+    ) -> Iterator[tuple[Gradients, Gradients]]:
+        """Each part of the samples of this process, and the same as queries, ``T g_n``."""
+        return ((part, self.transform(part, run)) for part in parts)
 
     def own(self, samples: Gradients, queries: Gradients) -> Tensor:
         """Scores of samples for themselves, ``[N]``.
@@ -126,7 +136,7 @@ class InnerProduct(Method):
             samples: Their gradients, ``[N, *θ]`` for each parameter.
             queries: The same, transformed.
         """
-        return torch.stack([forms.own_of(samples[name], q) for name, q in queries.items()]).sum(0)
+        return torch.stack([forms.own_of(s, queries[name]) for name, s in samples.items()]).sum(0)
 
     def asked(self, run: Run) -> Iterator[Gradients]:
         """Gradients of the queries, ``[M, *θ]`` for each parameter, as many as are kept at once."""
@@ -190,8 +200,8 @@ class TracIn(Method):
             method: What is added up; default: :class:`GradDot`.
 
         Raises:
-            UsageError: ``checkpoints`` is empty, two of them are the same tensors, or the number of
-                learning rates differs.
+            UsageError: ``checkpoints`` is empty, one of them is neither a state nor a file, two are
+                the same tensors, or the learning rates are not as many finite numbers.
         """
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
@@ -201,6 +211,8 @@ class TracIn(Method):
                 f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
                 f"{len(checkpoints)} states."
             )
+        if not all(isfinite(as_number(rate)) for rate in rates):
+            raise UsageError(f"learning_rates must be finite numbers. Got {rates!r:.80}.")
         see_checkpoints(checkpoints)
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()
@@ -279,12 +291,26 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
     return own.data_ptr(), tensor.shape
 
 
+def as_number(value: Any) -> float:
+    """A number, also of NumPy or torch; NaN for what is none."""
+    try:
+        return nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return nan
+
+
 def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise an error if two states of a model are the same tensors.
+    """Check that checkpoints are states of a model or files, and that they differ.
 
     Raises:
-        UsageError: They are.
+        UsageError: One is something else, or two are the same tensors.
     """
+    for given in checkpoints:
+        if not isinstance(given, (Mapping, str, Path)):
+            raise UsageError(
+                "A checkpoint must be a state, copy.deepcopy(model.state_dict()), or a file of "
+                f"one. Got {type(given).__name__}."
+            )
     states = [state.values() for state in checkpoints if isinstance(state, Mapping)]
     places = {tuple(map(_place_of, state)) for state in states}
     if len(places) < len(states):

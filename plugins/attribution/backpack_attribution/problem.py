@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from math import isfinite
+from math import isclose, isfinite
 from typing import Any, TypeAlias
 
 import torch
@@ -155,13 +155,17 @@ class Problem:
     def weight(self, batch: Any) -> float:
         """What a mean over a batch divides by; zero if no target counts."""
         output, targets = self.forward(self.model, batch)
+        losses: list[Any] = [self.lossfunc, self._summed]
+        if _is_half(output):  # a sum of many losses leaves its range, and a ratio is inexact
+            losses = [copy.deepcopy(each).float() for each in losses]
+            output, targets = (t.float() if _is_half(t) else t for t in (output, targets))
         others = (
             [torch.zeros_like(output), torch.ones_like(output)]
             if isinstance(output, Tensor)
             else []
         )
         for guess in (output, *others):  # the loss may be zero, but not of all three
-            mean, total = float(self.lossfunc(guess, targets)), float(self._summed(guess, targets))
+            mean, total = (float(each(guess, targets)) for each in losses)
             if mean and isfinite(mean):
                 return total / mean
         return 0.0
@@ -234,11 +238,13 @@ class Problem:
         with torch.no_grad():
             halves = [_some(output, samples, part) for part in (slice(1), slice(1, None))]
             wanted = [_some(targets, samples, part) for part in (slice(1), slice(1, None))]
-            total = sum(self._summed(o, t) for o, t in zip(halves, wanted, strict=True))
-        if not torch.allclose(loss, torch.as_tensor(total, device=loss.device), rtol=1e-3):
+            parts = [float(self._summed(o, t)) for o, t in zip(halves, wanted, strict=True)]
+        total, rtol = sum(parts), max(1e-3, 4 * torch.finfo(loss.dtype).eps)
+        # Parts of different signs may cancel, but what they were rounded by does not.
+        if not isclose(float(loss), total, rel_tol=rtol, abs_tol=rtol * sum(map(abs, parts))):
             raise UsageError(
                 f"The loss of a batch, {float(loss):.4g}, is not the sum of its samples' losses, "
-                f"{float(total):.4g}. Give a loss module of torch, or another loss that sums over "
+                f"{total:.4g}. Give a loss module of torch, or another loss that sums over "
                 "samples, without a mean."
             )
         self._is_known_sum = True
@@ -299,6 +305,10 @@ def samples_in(value: Any) -> int:
     raise UsageError("A batch needs a tensor with the samples on axis 0, but this one has none.")
 
 
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
+
+
 def _some(value: Any, samples: int, part: slice) -> Any:
     if isinstance(value, Tensor):
         return value[part] if value.dim() and len(value) == samples else value
@@ -336,7 +346,10 @@ def _require(model: Any, lossfunc: Any) -> None:
     if getattr(lossfunc, "reduction", None) == "none":
         raise UsageError('The loss has reduction="none": take "mean" or "sum".')
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("No parameter of the model is trained: set requires_grad for some.")
+        raise UsageError(
+            "No parameter of the model is trained: set requires_grad for some. The model is "
+            f"{type(model).__name__}."
+        )
     for name, module in model.named_modules():
         rate = getattr(module, "p", None)
         is_random = isinstance(rate, float) and rate > 0 and "Dropout" in type(module).__name__

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from backpack_attribution import forms
 from backpack_attribution.manifest import Projected, shown
-from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined, see_checkpoints
+from backpack_attribution.methods import (
+    Checkpoint,
+    Method,
+    as_number,
+    at_checkpoint,
+    joined,
+    see_checkpoints,
+)
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
@@ -77,6 +86,7 @@ class LoGra(Method):
             damping: The damping as a share of the mean eigenvalue of each parameter's ``F``.
         """
         self._projection = Projection(dim, kind, seed)
+        require_share(damping)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
 
     @property
@@ -101,16 +111,22 @@ class LoGra(Method):
         self, run: Run, train: dict[str, Tensor], queries: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """``(F + λ)⁻¹ φ_m`` of each parameter, ``[M, dim]``."""
-        asked = {name: queries[name] for name in queries if name in train}  # others have no part
-        moments = {name: run.summed(train[name].T @ train[name]) for name in asked}
-        return inverse_products(moments, asked, self.damping)
+        moments = {name: run.summed(train[name].T @ train[name]) for name in train}
+        return inverse_products(moments, queries, self.damping)
 
     def _features(
         self, run: Run, problem: Problem, loader: Iterable[Any], what: str
     ) -> dict[str, Tensor]:
         with problem.extended():
             batches = run.batches(loader, f"logra: {what}")
-            return _joined([projections_of(problem, b, self._projection) for b in batches])
+            found = _joined([projections_of(problem, b, self._projection) for b in batches])
+        # Processes add up moments of the same parameters in one order; some may not reach all.
+        dtypes = {
+            n: torch.promote_types(p.dtype, torch.float32) for n, p in problem.parameters.items()
+        }
+        known = {n: torch.zeros(0, self.dim, dtype=d, device="cpu") for n, d in dtypes.items()}
+        whole: Any = forms.completed(found, known)
+        return {name: whole[name] for name in known}
 
 
 class TRAK(Method):
@@ -140,6 +156,7 @@ class TRAK(Method):
             damping: The damping as a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
         """
         Projection(dim, kind, seed)
+        require_share(damping)
         see_checkpoints(checkpoints)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
         self._checkpoints = [*checkpoints]
@@ -189,8 +206,7 @@ class TRAK(Method):
         output, target = problem.forward(problem.model, batch)
         losses = Margin(problem.lossfunc).losses(output, target)
         missed, counts = -torch.expm1(-losses), (losses > 0).to(losses.dtype)
-        flat = (t.reshape(len(t), -1).sum(1) for t in (missed * counts, counts))
-        first, second = flat
+        first, second = (forms.flat(t).sum(1) for t in (missed * counts, counts))
         return first / second.clamp(min=1)
 
 
@@ -241,6 +257,19 @@ def _may_be_log_probability(lossfunc: Module) -> bool:
     is_scaled = any(value is not None for value in settings)
     is_smoothed = bool(getattr(lossfunc, "label_smoothing", 0))
     return isinstance(lossfunc, _LOG_PROBABILITIES) and not (is_scaled or is_smoothed)
+
+
+def require_share(damping: Any) -> None:
+    """Check a damping that is a share of a mean eigenvalue.
+
+    Raises:
+        UsageError: It is not a number from zero on.
+    """
+    if not 0 <= as_number(damping) < inf:
+        raise UsageError(
+            "damping is a share of the mean eigenvalue, a number that is zero or positive, and "
+            f"finite. Got {damping!r:.80}."
+        )
 
 
 def inverse_products(

@@ -146,9 +146,13 @@ class Run:
         """Scores of the training samples of all processes, sorted by identity, on each of them."""
         if self.process_group is None:
             return scores
-        parts: list[Any] = [None] * distributed.get_world_size(self.process_group)
-        distributed.all_gather_object(parts, scores, group=self.process_group)
-        return Scores.cat(parts).sorted()
+        return Scores.cat(self.of_all(scores)).sorted()
+
+    def of_all(self, value: Any) -> list[Any]:
+        """What each process has, in the order of ranks."""
+        found: list[Any] = [None] * distributed.get_world_size(self.process_group)
+        distributed.all_gather_object(found, value, group=self.process_group)
+        return found
 
     def summed(self, value: Tensor) -> Tensor:
         """The sum of a tensor over processes."""
@@ -168,7 +172,17 @@ class Run:
 
 
 def _require_batches(loader: Any) -> None:
-    """Refuse a data set, which gives single samples."""
+    """Refuse a data set, which gives single samples, and what cannot be gone through twice."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise UsageError(
+            "A loader must give batches, as a DataLoader does, or a list of (inputs, targets). Got "
+            f"{loader!r:.80}."
+        )
+    if isinstance(loader, Iterator):
+        raise UsageError(
+            f"{type(loader).__name__} can be gone through only once, and samples are first named "
+            "and then read: give a DataLoader or a list."
+        )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise UsageError(
             f"{type(loader).__name__} gives single samples, but batches are needed: give "

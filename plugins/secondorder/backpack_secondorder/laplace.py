@@ -166,9 +166,14 @@ class _Backend:
     def _output(self, x: Any) -> Tensor:
         if self.last_layer:  # layers before the last one are constants
             with torch.no_grad():
-                _, x = self.model.forward_with_features(x)
+                whole, x = self.model.forward_with_features(x)
         with torch.enable_grad():
             output: Tensor = (self._model if self.last_layer else self.model)(x)
+        if self.last_layer and torch.dist(output, whole) > 0.01 * whole.norm():
+            raise UnsupportedError(
+                "The model's output is not that of its last layer: something follows this layer, "
+                "or is added to it. Freeze the other parameters, and give subset_of_weights='all'."
+            )
         if output.dim() != 2:
             raise UnsupportedError(
                 f"The model returns a tensor of shape {list(output.shape)}, but a Laplace "

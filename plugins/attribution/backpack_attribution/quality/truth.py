@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import getclosurevars, isfunction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -12,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from backpack_attribution.disk import write
+from backpack_attribution.identities import content_hash
 from backpack_attribution.quality.tasks import Task
 from backpack_core.errors import UsageError
 
@@ -61,9 +63,10 @@ def retrained(
         progress: Whether to show a bar, if the output is a terminal.
 
     Raises:
-        UsageError: The file has the losses of other subsets.
+        UsageError: The file has the losses of another task, or of other subsets or seeds.
     """
-    outputs = _kept(file, subsets, seeds)
+    about = {"seeds": [*seeds], "task": "" if file is None else _hash(task)}
+    outputs = _kept(file, subsets, about)
     bar = tqdm(subsets, "models", disable=None if progress else True, leave=False)
     for number, subset in enumerate(bar):
         if number < len(outputs):
@@ -72,20 +75,33 @@ def retrained(
         outputs.append(torch.stack(losses).mean(0))
         if file is not None:
             tensors = {"subsets": subsets, "outputs": torch.stack(outputs)}
-            write(Path(file), tensors, "retrained", {"seeds": [*seeds]})
+            write(Path(file), tensors, "retrained", about)
     return Retrained(subsets, torch.stack(outputs))
 
 
-def _kept(file: str | Path | None, subsets: Tensor, seeds: Sequence[int]) -> list[Tensor]:
+def _hash(task: Task) -> str:
+    """A hash of the data, and of how a model is trained on them as far as that is known."""
+    fit: Any = task.fit
+    known = getclosurevars(fit).nonlocals if isfunction(fit) else {}
+    plain = {name: value for name, value in known.items() if isinstance(value, (str, int, float))}
+    data = task.inputs, task.targets, task.query_inputs, task.query_targets
+    return content_hash([*data, task.decay, getattr(fit, "__qualname__", ""), plain])
+
+
+def _kept(file: str | Path | None, subsets: Tensor, about: dict[str, Any]) -> list[Tensor]:
     if file is None or not Path(file).exists():
         return []
     import json
 
     with safe_open(file, "pt") as opened:
-        about = json.loads((opened.metadata() or {}).get("backpack_attribution", "{}"))
+        found = json.loads((opened.metadata() or {}).get("backpack_attribution", "{}"))
         known = opened.get_tensor("subsets")
-        is_same = about.get("seeds") == [*seeds] and torch.equal(known, subsets)
+        is_same = all(found.get(name) == value for name, value in about.items())
+        is_same = is_same and torch.equal(known, subsets)
         outputs = opened.get_tensor("outputs")
     if not is_same:
-        raise UsageError(f"{file} has the losses of other subsets or seeds: give another file.")
+        raise UsageError(
+            f"{file} has the losses of another task, or of other subsets or seeds: give another "
+            "file."
+        )
     return [*outputs]
