@@ -127,10 +127,7 @@ SITUATIONS: dict[str, tuple[Callable[[RuleCase], RuleCase], str]] = {
     "other_inputs": (partial(_inputs, samples=5, seed=9), "That is for N = 5 and other inputs."),
     "one_sample": (partial(_inputs, samples=1), "That is for a single sample, N = 1."),
     "empty_batch": (partial(_inputs, samples=0), "That is for N = 0, as Poisson sampling draws."),
-    "large_inputs": (
-        partial(_inputs, factor=10_000),
-        "That is for inputs 10,000 times as large.",
-    ),
+    "large_inputs": (partial(_inputs, factor=10_000), "That is for 10,000 times the inputs."),
 }
 
 
