@@ -116,8 +116,8 @@ def checked(found: Any) -> tuple[Tensor, Any]:
     output, target = found
     if not isinstance(output, Tensor) or not output.dim():
         raise ShapeError(
-            f"The output of the model must be a tensor [N, *]. Got {type(output).__name__}. Let the "
-            "model return the tensor, or, where forward= is taken, take the tensor out: "
+            f"The output of the model must be a tensor [N, *]. Got {type(output).__name__}. Let "
+            "the model return the tensor, or, where forward= is taken, take the tensor out: "
             "forward=lambda model, batch: (model(**batch).logits, batch['labels'])."
         )
     return output, target
