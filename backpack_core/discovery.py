@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,44 +22,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from backpack_core.errors import PluginConflictError, PluginError, nearest
+from backpack_core.errors import PluginError, nearest
+from backpack_core.preferences import Provenance, canonical, conflict, preferred_of
 
 GROUP = "backpack"
 
-T = TypeVar("T")
 State = Literal["not loaded", "loaded", "blocked", "failed", "conflict"]
 
 _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(?::\s*(?P<attribute>[\w.]+))?\s*(\[.*\])?$")
-
-
-class Provenance(NamedTuple):
-    """The origin of a contribution.
-
-    Attributes:
-        plugin: Name of the entry point, or of the object that was registered by hand.
-        distribution: Name of the installed distribution; empty for one registered by hand.
-        version: Its version.
-    """
-
-    plugin: str
-    distribution: str = ""
-    version: str = ""
-
-    def __str__(self) -> str:
-        """As ``"backpack-plugin-scale 0.1"``."""
-        if not self.distribution:
-            return f"{self.plugin!r} (registered by hand)"
-        return f"{self.distribution} {self.version}".rstrip()
-
-
-@dataclass(frozen=True)
-class Claim(Generic[T]):
-    """A plugin's contribution under a key (a module type, the name of an extension)."""
-
-    value: T
-    provenance: Provenance
 
 
 @dataclass
@@ -163,36 +134,6 @@ def settle(plugins: list[Plugin]) -> None:
                     plugin.state, plugin.error = "blocked", None
 
 
-def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConflictError:
-    """The error for several plugins that claim one key.
-
-    Args:
-        claim: What they do, as the message puts it before the key.
-        key: The key to pass to :func:`backpack_core.prefer`.
-        rivals: The plugins.
-    """
-    who = sorted(rivals, key=str)
-    first, wanted = who[0].distribution or who[0].plugin, preference(key)
-    undecided = f" ({wanted!r} is preferred, which does not tell them apart.)" if wanted else ""
-    return PluginConflictError(
-        f"Several plugins {claim} {key!r}: {' and '.join(map(str, who))}.{undecided} Uninstall "
-        f"all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
-        f"BACKPACK_PREFER={key}={first}."
-    )
-
-
-def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
-    """The only claim on a key, or the preferred one of several.
-
-    Raises:
-        PluginConflictError: There are several, and none is preferred.
-    """
-    chosen: Claim[T] | None = claims[0] if len(claims) == 1 else preferred_of(key, claims)
-    if chosen is None:
-        raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
-    return chosen
-
-
 def is_allowed(plugin: Plugin) -> bool:
     """Whether the environment's allow-list and block-list let a plugin load.
 
@@ -205,8 +146,7 @@ def is_allowed(plugin: Plugin) -> bool:
     if allowed is not None and not (names | plugin.users) & _names(allowed):
         return False
     is_strict = os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0")
-    gates = _gates("certified") if is_strict else []
-    if is_strict and not (gates and all(gate(plugin) for gate in gates)):
+    if is_strict and {gate(plugin) for gate in _gates("certified")} != {True}:
         return False  # nothing may load if no gate is installed
     return not names & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
 
@@ -224,47 +164,6 @@ def _gates(name: str) -> list[Callable[[Plugin], bool]]:
 
 def _names(text: str) -> set[str]:
     return {canonical(name) for name in text.split(",") if name.strip()}
-
-
-def canonical(name: str) -> str:
-    """The normalised name of a distribution or plugin, as package indexes write it."""
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
-
-
-# Preferred distributions by key, as :func:`backpack_core.prefer` sets them.
-preferred: dict[str, str] = {}
-
-
-def preference(key: str) -> str:
-    """The preferred distribution for a key, or an empty string.
-
-    It is set by :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``; the
-    key ``*`` stands for all others.
-    """
-    pairs = [p.strip().rsplit("=", 1) for p in os.environ.get("BACKPACK_PREFER", "").split(",")]
-    environment = {qualified_name(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
-    tables = preferred, environment
-    return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
-
-
-def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
-    """The plugin or claim that is preferred for a key, of several; ``None`` if there is none."""
-    wanted = canonical(preference(key))
-    named = [(rival, map(canonical, rival.provenance[:2])) for rival in rivals]
-    chosen = [rival for rival, names in named if wanted and wanted in names]
-    return chosen[0] if len(chosen) == 1 else None
-
-
-def qualified_name(key: str | type) -> str:
-    """The qualified name of a class, which may be named by an alias such as ``torch.nn.Linear``."""
-    kind = key if isinstance(key, type) else imported_class(key)
-    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(key)
-
-
-def imported_class(name: str) -> Any:
-    """The class with a qualified name; ``None`` if its module is not imported."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(sys.modules.get(module), attribute, None)
 
 
 class Declaration(NamedTuple):

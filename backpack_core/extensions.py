@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from backpack_core.discovery import choose, our_plugins
+from backpack_core.discovery import our_plugins
 from backpack_core.errors import MissingPluginError, nearest
 from backpack_core.plugins.loading import ensure_loaded, load_provider, missing
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import choose
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.limit import largest, limit
-from benchmarks.measure import SETTLED, alternate, forget, peak_memory, write_rate
+from benchmarks.measure import alternate, forget, peak_memory, settle, write_rate
 from benchmarks.peers import PEERS, Step, Unsupported
 from benchmarks.problems import Problem
 from benchmarks.quantities import Quantity
@@ -32,7 +32,8 @@ class Cell:
         time: For each peer, time relative to the gradient.
         to_ours: For each peer, its time relative to ours, measured next to each other.
         memory: For each peer, bytes at its peak above those of a plain gradient.
-        write_rate: Bytes per second of a first write to fresh memory, before the runs.
+        write_rate: Bytes per second of a write of the result's size into memory that is there,
+            before the runs.
         limit: The least time that is needed, relative to the gradient.
         difference: Largest relative difference between the incumbent's numbers and ours.
         refused: Why a peer is missing.
@@ -82,11 +83,12 @@ def measure(
     if needed > LARGEST:
         cell.refused["all"] = f"it needs {needed / 2**30:.1f} GiB several times"
         return cell
-    cell.write_rate = write_rate(clock)
+    bytes_written = min(max(bound.result_bytes if bound else 0, 2**20), 2**28)
+    cell.write_rate = write_rate(clock, bytes_written, fresh=False)
     steps, models = _steps(cell, problem, quantity, ["gradient", *peers])
     if {"ours", "incumbent"} <= models.keys() and not quantity.random:
         cell.difference = _difference(models["ours"], models["incumbent"], quantity.fields)
-    times = alternate(steps, seconds, clock, lambda peer: forget(models[peer], quantity))
+    times = alternate(steps, seconds, clock, lambda peer: forget(models[peer], quantity), before=1)
     cell.gradient = times.best("gradient")
     for name in steps:
         cell.time[name] = times.ratio(name, "gradient")
@@ -114,7 +116,9 @@ def _steps(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 step, model = PEERS[peer](problem, quantity, cell.batch)
-                for _ in range(SETTLED if peer == "ours" else 1):  # ours is judged first
+                if peer == "ours":
+                    settle(step)
+                else:
                     step()
                 check(peer, model, quantity)
         except Exception as error:  # whatever it is, the peer cannot do this

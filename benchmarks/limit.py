@@ -1,8 +1,8 @@
 """How many multiply-adds a quantity needs at least, counted layer by layer.
 
 ``backpack_core.cli.counts`` says what is counted. The bytes of the result are added at the rate of
-a first write to fresh memory. All products are assumed to run at the rate of the gradient's, which
-is low for nets as small as logistic regression.
+a write into memory that is there, as from one pass of a training loop to the next. All products are
+assumed to run at the rate of the gradient's, which is low for nets as small as logistic regression.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ class Times:
         return statistics.median(a / b for a, b in pairs)
 
 
-# Passes after which one is measured that judges nothing, as the first ones of a structure do.
-SETTLED = 5
+# Passes after which one is measured that judges nothing, as the first ones of a structure do; and
+# those after which a pass repeats the one before, where they take no longer than these seconds.
+SETTLED, REPEATING, PATIENCE = 5, 40, 2.0
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -52,6 +53,7 @@ def alternate(
     least: int = 2,
     most: int = 300,
     synchronise: Callable[[], None] | None = None,
+    before: int = 0,
 ) -> Times:
     """Run the steps in turn; each of them has run once before.
 
@@ -67,6 +69,8 @@ def alternate(
         least: Fewest rounds.
         most: Most rounds.
         synchronise: Waits for the device, before and after each step; default: nothing to wait for.
+        before: How often a step runs in its turn before it counts. Then caches are warm, and the
+            results of the pass before are still there, as in a training loop.
     """
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     for name in steps:
@@ -75,11 +79,22 @@ def alternate(
     for turn in range(most):
         gc.collect()
         for name, step in steps.items():
+            for _ in range(before):
+                step()
             rounds[name].append(_seconds(step, CLOCKS[clock], synchronise))
             forget(name)
         if turn + 1 >= least and time.perf_counter() - start > seconds:
             break
     return Times(rounds)
+
+
+def settle(step: Step) -> None:
+    """Run a step of ours until its passes are those of a training loop."""
+    start = time.perf_counter()
+    for done in range(REPEATING):
+        if done >= SETTLED and time.perf_counter() - start > PATIENCE:
+            break
+        step()
 
 
 def _seconds(step: Step, clock: Clock, wait: Callable[[], None] | None = None) -> float:
@@ -111,11 +126,19 @@ def allocator() -> str:
     return " ".join(found) or "default allocator"
 
 
-def write_rate(clock: str = "wall", size: int = 2**28) -> float:
-    """Bytes per second of a first write to fresh memory."""
+def write_rate(clock: str = "wall", size: int = 2**28, fresh: bool = True) -> float:
+    """Bytes per second of a write.
+
+    Args:
+        clock: See :func:`alternate`.
+        size: Bytes that are written.
+        fresh: Into memory that the process has not used before. Otherwise into memory that was
+            written just now, as where results take the place of those of the pass before.
+    """
+    used = torch.empty(size, dtype=torch.uint8).fill_(0)
 
     def write() -> None:
-        torch.empty(size, dtype=torch.uint8).fill_(1)
+        (torch.empty(size, dtype=torch.uint8) if fresh else used).fill_(1)
 
     return size / min(_seconds(write, CLOCKS[clock]) for _ in range(3))
 

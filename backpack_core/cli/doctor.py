@@ -13,9 +13,10 @@ from backpack_core.cli.certificate import standing
 from backpack_core.cli.listing import worst
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
-from backpack_core.discovery import Plugin, canonical, declarations, name_of, preference
+from backpack_core.discovery import Plugin, declarations, name_of
 from backpack_core.errors import nearest
 from backpack_core.plugins import loading as plugins
+from backpack_core.preferences import canonical, preference
 
 SEVERITIES = ("fault", "warning", "note")
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
@@ -81,25 +82,19 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     )
 
 
-def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
-    """Entries of environment variables that name no installed plugin, each after its variable."""
-    known = {canonical(name) for plugin in plugins for name in plugin.provenance[:2]}
+def _of_environment(installed: Iterable[Plugin]) -> Iterator[Finding]:
+    """Findings about environment variables that name plugins that are not installed."""
+    names = {name for plugin in installed for name in plugin.provenance[:2]}
+    known = {canonical(name) for name in names}
     for variable in ("BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
         for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
             key, _, name = entry.rpartition("=")
             if canonical(name) not in known or (variable == "BACKPACK_PREFER" and not key):
-                yield variable, entry
-
-
-def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
-    """Findings about environment variables that name plugins that are not installed."""
-    known = {name for plugin in installed for name in plugin.provenance[:2]}
-    for variable, entry in _names_that_mean_nothing(installed):
-        near = nearest(entry.rpartition("=")[2], known) or "."
-        problem = f"its entry {entry!r} names no installed plugin and has no effect{near}"
-        listed = "entries are names that `backpack plugins --all` lists"
-        remedy = f"Correct it: {listed}, and in BACKPACK_PREFER key=name."
-        yield Finding("warning", variable, "", problem, remedy)
+                near = nearest(name, names) or "."
+                problem = f"its entry {entry!r} names no installed plugin and has no effect{near}"
+                listed = "entries are names that `backpack plugins --all` lists"
+                remedy = f"Correct it: {listed}, and in BACKPACK_PREFER key=name."
+                yield Finding("warning", variable, "", problem, remedy)
 
 
 def _of_others() -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.discovery import Claim, Plugin, qualified_name
+from backpack_core.discovery import Plugin
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import Claim, qualified_name
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule

@@ -22,10 +22,10 @@ from backpack_core.cli import catalogue
 from backpack_core.cli.watch import Kind, Watch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import choose
 from backpack_core.testing.cases import LossCase, RuleCase
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.loss_checks import in_front_of

@@ -14,9 +14,10 @@ from typing import Any
 
 from backpack_core import discovery
 from backpack_core.cli.certificate import json_of
-from backpack_core.discovery import Claim, Plugin, beside, qualified_name
+from backpack_core.discovery import Plugin, beside
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import Claim, qualified_name
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:

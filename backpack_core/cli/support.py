@@ -22,11 +22,11 @@ from backpack_core.cli.watch import declared_form, is_fast
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule, LossRule
-from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.preferences import choose
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.quantities import needs_arguments, quantity_of
 from backpack_products.affine import AffineProduct

@@ -161,8 +161,8 @@ class Extension(ABC):
     def as_stored(self, value: Any, parameter: Tensor) -> Any:
         """A value in the dtype that it is stored in; under autocast it was computed in another."""
         dtype = self.dtype_for(parameter)
-        is_stored_so = not isinstance(value, Tensor) or value.dtype is dtype
-        return value if is_stored_so else value.to(dtype)
+        is_rounded = isinstance(value, Tensor) and value.is_floating_point()  # indices are exact
+        return value.to(dtype) if is_rounded and value.dtype is not dtype else value
 
     def combine(self, first: Any, second: Any) -> Any:
         """The value for two disjoint sets of columns, from those of each; see ``columns_add``."""

@@ -24,7 +24,7 @@ from backpack_core.engine.active import Context, Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.graph import Survey, Trained
 from backpack_core.record.call import Call
-from backpack_core.record.guards import guard_of, unshared
+from backpack_core.record.guards import ask, unshared
 from backpack_core.record.models import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
@@ -171,8 +171,6 @@ class Sink:
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """An extension's value for each parameter; ``None`` where it leaves the parameter out."""
-        guard = guard_of(view)
-        seen = [] if guard is None else guard.before(view, ())
         values: list[Any] = []
         for parameter, uses in complete:
             value = None
@@ -182,17 +180,13 @@ class Sink:
                     shown = uses[0] if len(uses) == 1 else joined(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
                     shown.parameter = parameter
-                    seen += () if guard is None else shown.held()
-                    value = extension.read(shown)
+                    value = ask(view, extension, "read", shown)
                     if value is None:
                         raise errors.ShapeError(f"{type(extension).__name__}.read returned None.")
-                    seen += () if guard is None else shown.made
             except errors.UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
             values.append(value)
-        if guard is not None:
-            guard.after(view, seen, extension, "read")
         return values
 
     def finished(self) -> list[tuple[Extension, Mapping[Tensor, Any]]]:

@@ -13,10 +13,11 @@ from typing import Any, Final, TypeAlias
 
 from torch.nn import Module
 
-from backpack_core import discovery, errors
-from backpack_core.discovery import Plugin, qualified_name
+from backpack_core import discovery, errors, preferences
+from backpack_core.discovery import Plugin
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import qualified_name
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -204,7 +205,7 @@ def prefer(distribution: str, *keys: Any) -> None:
             f"preferred for. Got {(distribution, *keys)!r:.80}."
         )
     with lock:
-        discovery.preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
+        preferences.preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
         registry.forget()
         plugins = _plugins or []
         before = [p for p in plugins if p.state == "loaded"]

@@ -13,10 +13,10 @@ from pluggy import PluginValidationError
 
 from backpack_core import errors
 from backpack_core.contract.bases import vet
-from backpack_core.discovery import Provenance
 from backpack_core.plugins import hookspecs
 from backpack_core.plugins.hookspecs import PROJECT
 from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
+from backpack_core.preferences import Provenance
 from backpack_core.record import storage
 
 manager: Final = pluggy.PluginManager(PROJECT)

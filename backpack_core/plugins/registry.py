@@ -19,8 +19,8 @@ from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
-from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
+from backpack_core.preferences import Claim, Provenance, choose, imported_class, qualified_name
 
 CORE = Provenance("core", "backpack-core", "")
 

@@ -7,8 +7,9 @@ none with other results, or with tensors that rules got.
 
 from __future__ import annotations
 
-from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Iterable
+from abc import ABCMeta
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,58 +27,40 @@ PLAIN = {int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size,
 Versions = list[tuple[Tensor, int]]
 
 
-class Guard(ABC):
-    """Checks that a plugin's code does not change the tensors that it gets."""
-
-    @abstractmethod
-    def before(self, view: View, arguments: Iterable[Any]) -> Versions:
-        """The tensors that a plugin's method can reach, with their version counters.
-
-        Args:
-            view: The view that it gets.
-            arguments: Its other arguments: tensors, or objects that have some as attributes.
-        """
-
-    @abstractmethod
-    def after(self, view: View, seen: Versions, plugin: object, method: str) -> None:
-        """Raise if the version of a tensor differs from that before the method was called.
-
-        Raises:
-            PluginCodeError: A tensor was changed in place.
-        """
-
+# A library's guard over a call of a plugin's code. It gets the view, the plugin, the name of its
+# method and the other arguments; and raises ``PluginCodeError`` if one of their tensors was changed
+# in place.
+Guard = Callable[..., AbstractContextManager[None]]
 
 # A library appends its guard; without one, changes are not noticed.
 GUARDS: list[Guard] = []
 
 
-def guard_of(view: View) -> Guard | None:
-    """The guard of a visit; ``None`` in a pass with a known plan: plugins were checked before."""
-    return GUARDS[-1] if view.is_checked and GUARDS else None
+def guarded(
+    view: View, plugin: object, method: str, *arguments: Any
+) -> AbstractContextManager[None]:
+    """The guard over a call. None in a pass with a known plan: plugins were checked before.
+
+    Args:
+        view: The view that the plugin gets.
+        plugin: The rule, extension or propagator.
+        method: The name of its method.
+        arguments: The other arguments: tensors, or objects that have some as attributes.
+    """
+    is_guarded = view.is_checked and GUARDS
+    return GUARDS[-1](view, plugin, method, *arguments) if is_guarded else nullcontext()
 
 
 def ask(view: View, plugin: object, method: str, *arguments: Any) -> Any:
     """Call a method of a plugin, under the guard of the visit if there is one.
 
-    Args:
-        view: The view that it gets.
-        plugin: The rule, extension or propagator.
-        method: The name of its method.
-        arguments: The other arguments: tensors, or objects that have some as attributes.
-
-    Returns:
-        The method's result.
-
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    guard = guard_of(view)
-    if guard is None:
+    if not view.is_checked:
         return getattr(plugin, method)(*arguments)
-    seen = guard.before(view, arguments)
-    result = getattr(plugin, method)(*arguments)
-    guard.after(view, seen, plugin, method)
-    return result
+    with guarded(view, plugin, method, *arguments):
+        return getattr(plugin, method)(*arguments)
 
 
 def versions_in(value: object) -> Versions:

@@ -261,6 +261,13 @@ class ExtensionCase(Case):
     quantity: Quantity | None = None
     loss: LossCase | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse wrong arguments, and give the class those of its quantity."""
+        super().__post_init__()
+        given = self.quantity.arguments if self.quantity else {}
+        if given and isinstance(self.extension_factory, type):
+            vars(self).update(extension_factory=partial(self.extension_factory, **given))
+
     def make(self) -> Extension:
         """The extension with default arguments."""
         if getattr(self.extension_factory, "__abstractmethods__", ()):

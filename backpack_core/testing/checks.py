@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing import loss_checks, merging_checks, net_checks, rule_checks
-from backpack_core.testing.cases import Case
-from backpack_core.testing.compare import CheckFailure, agree
+from backpack_core.testing import loss_checks, merging_checks, net_checks, oracle, rule_checks
+from backpack_core.testing.cases import SAMPLES, Case, RuleCase
+from backpack_core.testing.compare import agree, finite
 from backpack_core.testing.layer_run import LayerRun, shared_run_of, traits
 from backpack_core.testing.nets import nets_of
 
@@ -38,9 +38,10 @@ class Check:
     needs: frozenset[str]
     prerequisites: frozenset[str]
 
-    def run(self, case: Case) -> None:
-        """Raise if there is a fault."""
-        agree(self.function(self.subject(case)), case.tolerances.float64)
+    def run(self, case: Case, where: str = "") -> None:
+        """Raise if there is a fault; ``where`` is said about the situation."""
+        made = (entry for subject in [self.subject(case)] for entry in self.function(subject) or ())
+        agree(made, case.tolerances.float64, where)
 
 
 # Each line: names of checks | traits that they need | names of prerequisites, which come first.
@@ -59,19 +60,22 @@ affine_weight | separate, kept, affine | accepts
 affine_form | separate, kept, affine | affine_weight
 param_jac_t_mat_prod | separate, kept, parameters | accepts mixes_samples affine_form
 jacobian_is_constant | separate, kept, batch first, constant jacobian | jac_t_mat_prod
-jac_mat_prod | separate, kept, input | jac_t_mat_prod
-param_jac_mat_prod operations | separate, kept, parameters | param_jac_t_mat_prod
+called_again | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+jac_mat_prod | separate, kept, input | called_again
+param_jac_mat_prod operations | separate, kept, parameters | called_again
 second_derivative | separate, kept, twice, elementwise, second derivative | accepts hessian_is_zero
 second_derivative_mat_prod | separate, kept, twice, second derivative | second_derivative
-subsampled_call | separate, kept, batch first | jac_t_mat_prod param_jac_t_mat_prod
-non_contiguous_columns | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
-non_contiguous_input | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+subsampled_call | separate, kept, batch first | called_again
+non_contiguous_columns non_contiguous_input | separate, kept | called_again
+changed_since | separate, kept | called_again
+differentiable | separate, kept, twice | changed_since
 """
 # Checks of the same in other situations, and of nets around a layer:
 LAYER = """
-keeps_dtype changed_since | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+keeps_dtype | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+other_inputs one_sample empty_batch large_inputs | separate, kept | METHODS
 other_mode | | METHODS
-mean | separate | METHODS
+mean | separate | METHODS other_inputs one_sample
 sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice | separate | mean
 deepcopy pickle no_live_calls | separate | mean
 partly_frozen | separate, several parameters | mean
@@ -90,8 +94,8 @@ hessian_mat_prod_mean sqrt_hessian_mean gradient_mean | | normalisation arriving
 sum_hessian_mean sqrt_hessian_sampled_mean | | hessian_mat_prod_mean sqrt_hessian_mean
 arriving_gradient_mean | | sum_hessian_mean sqrt_hessian_sampled_mean gradient_mean
 started_extensions_mean | | arriving_gradient_mean
-batch_of_one subsampled_call non_contiguous_input float32 | | arriving_gradient_mean
-leaves_arguments_alone unreduced | | arriving_gradient_mean
+other_inputs | | arriving_gradient_mean
+subsampled_call non_contiguous_input float32 leaves_arguments_alone unreduced | | other_inputs
 """
 EXTENSION = """
 declarations | |
@@ -105,31 +109,58 @@ savefield | savefield | mean
 """
 
 
-def other_mode(run: LayerRun) -> None:
-    """Check methods and declarations in eval mode if the case is in train mode, or vice versa."""
-    case, training = run.case, run.module.training
-    twin = replace(case, module_factory=lambda: case.module_factory().train(not training))
+def _other_mode(case: RuleCase) -> RuleCase:
+    module = case.module_factory
+    return replace(case, module_factory=lambda: (made := module()).train(not made.training))
+
+
+def _inputs(case: RuleCase, samples: int = SAMPLES, seed: int = 1, factor: int = 1) -> RuleCase:
+    """The case with other inputs, of which those that are differentiated are multiplied."""
+    inputs = case.arguments(samples, seed=seed)
+    scaled = inputs.map_numbered(lambda slot, x: x * factor if case.is_live(slot, x) else x)
+    return replace(case, input_factory=lambda n: scaled)
+
+
+# Checks that run others for another case, and what is said about it. The layer may refuse it.
+SITUATIONS: dict[str, tuple[Callable[[RuleCase], RuleCase], str]] = {
+    "other_mode": (_other_mode, "That is in the other mode, train or eval."),
+    "other_inputs": (partial(_inputs, samples=5, seed=9), "That is for N = 5 and other inputs."),
+    "one_sample": (partial(_inputs, samples=1), "That is for a single sample, N = 1."),
+    "empty_batch": (partial(_inputs, samples=0), "That is for N = 0, as Poisson sampling draws."),
+    "large_inputs": (
+        partial(_inputs, factor=10_000),
+        "That is for inputs 10,000 times as large.",
+    ),
+}
+
+
+def in_situation(run: LayerRun, name: str) -> None:
+    """Check products, and all methods and declarations in the other mode, in another situation."""
+    change, where = SITUATIONS[name]
     try:
-        own_traits = traits(twin) - {"once", "overwritten"}  # declared for the case's mode only
-        run_of_twin = shared_run_of(twin)
+        run_of_twin = shared_run_of(twin := change(run.case))
+        targets = [*run_of_twin.live.values(), *run_of_twin.parameters.values()]
+        finite([*oracle.gradients(run_of_twin.output.sum(), targets), run_of_twin.output], "")
+    except Exception:
+        return  # the layer itself takes nothing like that
+    try:
         run_of_twin.rule.check(run_of_twin.view)
     except UnsupportedError:
         return
+    own_traits = traits(twin) - {"once", "overwritten"}  # declared for the case's mode only
     for check in OF_METHODS:
-        if check.needs <= own_traits and check.name not in case.expected_failures:
-            try:
-                check.run(twin)
-            except CheckFailure as failure:
-                mode = "eval" if training else "train"
-                raise CheckFailure(f"In {mode} mode, {check.name}: {failure}") from None
+        is_wanted = name == "other_mode" or check.name.endswith("t_mat_prod")
+        if is_wanted and check.needs <= own_traits and check.name not in run.case.expected_failures:
+            check.run(twin, where)
 
 
 def _table(text: str, modules: Mapping[ModuleType, Callable[[Any], Any]]) -> Iterator[Check]:
     """The checks of a table; ``modules`` maps modules of check functions to their ``subject``."""
     for line in text.strip().splitlines():
         names, needs, prerequisites = (part.strip() for part in line.split("|"))
-        if prerequisites == "METHODS":
-            prerequisites = " ".join(check.name for check in OF_METHODS)
+        if "METHODS" in prerequisites:
+            of_methods = " ".join(check.name for check in OF_METHODS)
+            prerequisites = prerequisites.replace("METHODS", of_methods)
         wanted = frozenset(needs.split(", ") if needs else ())
         for name in names.split():
             module, subject = next(pair for pair in modules.items() if _in(pair[0], name))
@@ -139,10 +170,9 @@ def _table(text: str, modules: Mapping[ModuleType, Callable[[Any], Any]]) -> Ite
 def _in(module: ModuleType, name: str) -> Any:
     """The function of a check; a reduction that it takes may follow its name."""
     stem, _, reduction = name.rpartition("_")
-    if name == other_mode.__name__:
-        return other_mode
-    with_reduction = stem in vars(module) and partial(vars(module)[stem], reduction=reduction)
-    return vars(module).get(name, with_reduction)
+    other = stem in vars(module) and partial(vars(module)[stem], reduction=reduction)
+    found = vars(module).get(name, other)
+    return partial(in_situation, name=name) if name in SITUATIONS and not found else found
 
 
 _RULE: dict[ModuleType, Callable[[Any], Any]] = {rule_checks: shared_run_of, net_checks: nets_of}

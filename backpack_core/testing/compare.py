@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.record.nested import iter_tensors
 
 # Errors are relative to at least this, for a quantity that is zero.
@@ -96,14 +97,26 @@ def close(
         )
 
 
-def agree(entries: Entries | None, allowed: float) -> None:
-    """Compare everything that a check yields."""
-    for what, found, expected in entries or ():
-        if found is None:
-            require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
-        else:
+def agree(entries: Entries | None, allowed: float, where: str = "") -> None:
+    """Compare everything that a check yields.
+
+    Args:
+        entries: What the check yields.
+        allowed: The relative error that is allowed.
+        where: What is special about the situation, for the end of messages.
+    """
+    try:
+        for what, found, expected in entries or ():
+            if found is None:
+                require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
+                continue
             require(found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}.")
             close(found, expected, what, allowed)
+    except Exception as error:
+        if not where or isinstance(error, (UnsupportedError, OverwrittenInputError)):
+            raise
+        kind = "" if isinstance(error, CheckFailure) else f"{type(error).__name__}: "
+        raise CheckFailure(f"{kind}{error} {where}") from error
 
 
 def _hint(found: Tensor, expected: Tensor) -> str:

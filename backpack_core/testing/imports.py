@@ -9,8 +9,9 @@ import sys
 from collections.abc import Collection
 from typing import NamedTuple
 
-from backpack_core.discovery import canonical, discover
+from backpack_core.discovery import discover
 from backpack_core.errors import UsageError
+from backpack_core.preferences import canonical
 from backpack_core.testing.compare import CheckFailure
 
 # Packages that take long wherever they are imported. A plugin may need them, but not to be loaded.
@@ -103,8 +104,7 @@ def check_import(
         if one.module in new and _is_in(packages, one.module, *one.by[-1:])
     }
     worst = max(costs, key=costs.__getitem__)
-    is_own = _is_in(packages, worst.module)
-    of = "" if is_own else f", which {worst.importer(packages)} imports"
+    of = "" if _is_in(packages, worst.module) else f", which {worst.importer(packages)} imports"
     raise CheckFailure(
         f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Most of it is "
         f"{worst.module}{of}: do that when it is needed first."

@@ -42,7 +42,7 @@ class LayerRun:
         rule: The rule under test.
         view: The view that the rule gets.
         live: The inputs that are differentiated, by position.
-        output: The output that is differentiated, with the oracle's graph.
+        output: The output that is differentiated, with the oracle's graph, and samples on axis 0.
     """
 
     case: RuleCase
@@ -66,10 +66,11 @@ class LayerRun:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters that the rule covers, if they exist in this configuration."""
+        """The trained parameters that the rule covers, if they exist in this configuration."""
         names = self.rule.parameter_names(self.module)
         existing = dict(self.module.named_parameters(remove_duplicate=False))
-        return {name: existing[name] for name in names if name in existing}
+        found = {name: existing[name] for name in names if name in existing}
+        return {name: theta for name, theta in found.items() if theta.requires_grad}
 
     @cached_property
     def jacobians(self) -> dict[int | str, Tensor]:
@@ -79,15 +80,15 @@ class LayerRun:
     @property
     def batch_axis(self) -> int:
         """The axis of the output that holds the samples."""
-        return self.rule.batch_axis(self.view, self.case.output_nr)
+        return self.view.axis
 
-    def columns(self) -> Tensor:
+    def columns(self, number: int = COLUMNS, seed: int = 3) -> Tensor:
         """Random columns at the output. Shape ``[V, N, *out]``."""
-        return oracle.draw((COLUMNS, *self.output.shape), 3, self.output.dtype)
+        return oracle.draw((number, *self.output.shape), seed, self.output.dtype)
 
-    def input_columns(self) -> Tensor:
+    def input_columns(self, number: int = COLUMNS) -> Tensor:
         """Random columns at the first input. Shape ``[V, N, *in]``."""
-        return oracle.draw((COLUMNS, *self.view.input_shape), 4, self.output.dtype)
+        return oracle.draw((number, *self.view.input_shape), 4, self.output.dtype)
 
 
 def run_layer(
@@ -96,6 +97,7 @@ def run_layer(
     samples: int = SAMPLES,
     strided: bool = False,
     dtype: torch.dtype = torch.float64,
+    module: Module | None = None,
 ) -> LayerRun:
     """Run a case's layer; its rule must be installed.
 
@@ -105,8 +107,9 @@ def run_layer(
         samples: The batch size.
         strided: Whether each input is every other entry of a larger tensor.
         dtype: The dtype of parameters and inputs.
+        module: A module of an earlier run, to be called again.
     """
-    inputs, module = inputs or case.arguments(samples, dtype), extend(case.module(dtype))
+    inputs, module = inputs or case.arguments(samples, dtype), module or extend(case.module(dtype))
     if strided:
         inputs = inputs.map(lambda t: torch.stack([t, t], -1)[..., 0])
     with disable():
@@ -119,6 +122,7 @@ def run_layer(
     axis = site.call.rule.batch_axis(View(site.call, site.index), site.index)
     with torch.no_grad():
         view = View(site.call, site.index, axis=axis)
+    output = output.movedim(axis, 0) if axis else output
     return LayerRun(case, case.resolve(module), view, live, output)
 
 

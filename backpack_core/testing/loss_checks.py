@@ -17,10 +17,11 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import run_layer
+from backpack_core.testing.layer_run import COLUMNS, run_layer
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
+from backpack_core.testing.rule_checks import CHANGED, change
 from backpack_products.loss import HessianLossRule
 from backpack_products.some_samples import subsample
 
@@ -37,13 +38,15 @@ class LossRun:
         value: The loss, with the oracle's graph.
     """
 
-    def __init__(self, case: LossCase, reduction: str, **options: Any) -> None:
+    def __init__(
+        self, case: LossCase, reduction: str, columns: int = COLUMNS, **options: Any
+    ) -> None:
         """Run a loss on its case's inputs, with options of ``run_layer``."""
         run = run_layer(case.as_rule_case(reduction), **options)
         if not isinstance(run.rule, HessianLossRule):
             raise CheckFailure(f"{type(run.rule).__name__} is not a HessianLossRule.")
         self.rule, self.leaf, self.value = run.rule, run.live[0], run.output
-        self.mat, self._run = run.input_columns(), run
+        self.mat, self._run = run.input_columns(columns), run
         self.view = self.times(1.0)
         self.rule.check(self.view)
 
@@ -69,7 +72,7 @@ class LossRun:
         if method != "hessian_mat_prod":
             return self.hessian
         product = torch.einsum("nij,vnj->nvi", self.hessian, self.mat.flatten(2))
-        return product.reshape(len(self.leaf), *self.mat[:, 0].shape)
+        return product.reshape(len(self.leaf), len(self.mat), *self.mat.shape[2:])
 
 
 shared_run = lru_cache(maxsize=8)(LossRun)  # of a case on its own inputs
@@ -200,10 +203,11 @@ def hessian_is_psd(case: LossCase) -> None:
     run = shared_run(case, "sum")
     smallest = float(torch.linalg.eigvalsh(run.hessian).min())
     allowed = -1e-12 * max(float(run.hessian.abs().max()), 1.0)
-    require(
-        not run.rule.hessian_is_psd or smallest >= allowed,
-        f"hessian_is_psd is declared, but the Hessian has the eigenvalue {smallest:.2e}.",
-    )
+    for what in ("hessian_is_psd",) * run.rule.hessian_is_psd + ("is_convex",) * run.rule.is_convex(
+        run.view
+    ):
+        message = f"{what} is declared, but the Hessian has the eigenvalue {smallest:.2e}."
+        require(smallest >= allowed, message)
 
 
 def samples_are_separate(case: LossCase) -> None:
@@ -213,15 +217,25 @@ def samples_are_separate(case: LossCase) -> None:
     require(not mixed, "Predictions of different samples share a loss term.")
 
 
-def batch_of_one(case: LossCase) -> Entries:
-    """Check all methods for one sample and a mean."""
-    return products(LossRun(case, "mean", samples=1))
-
-
 def subsampled_call(case: LossCase) -> Entries:
     """Check samples 2 and 0 of a mean, whose factor stays that of the whole batch."""
     run = shared_run(case, "mean")
     return products(run, subsample(run.view, [2, 0]))
+
+
+def other_inputs(case: LossCase) -> None:
+    """Check further inputs, in which each label occurs, of other sizes, with one column or more."""
+    for seed in range(12, 28):
+        samples, columns = ((5, 1), (1, 7), (5, 7), (0, 2))[seed % 4]
+        try:
+            inputs = case.as_rule_case("mean").arguments(samples, seed=seed)
+            run = LossRun(case, "mean" if samples else "sum", columns, inputs=inputs)
+        except Exception:
+            if samples:
+                raise
+            continue  # the loss itself takes no empty batch
+        where = f"That is for V = {columns} and N = {samples}, and other inputs."
+        agree(products(run), case.tolerances.float64, where)
 
 
 def non_contiguous_input(case: LossCase) -> Entries:
@@ -236,14 +250,20 @@ def float32(case: LossCase) -> None:
 
 
 def leaves_arguments_alone(case: LossCase) -> None:
-    """Check that no argument is changed and that the rule keeps no state."""
+    """Check that no argument is changed, and that the rule keeps no state and sees old settings."""
     run = LossRun(case, "mean")
     with untouched(run.rule, run.view.call.module, run.mat, *run.view.stored.inputs):
         list(products(run))
+    change(run.view.call.module)
+    agree(products(run, run.times(1.0)), case.tolerances.float64, CHANGED)
 
 
 def unreduced(case: LossCase) -> Entries:
     """Check ``reduction="none"``, where every entry of the loss has another arriving gradient."""
+    try:
+        case.as_rule_case("none").make()
+    except Exception:
+        return  # there is no such reduction
     run = LossRun(case, "none")
     weights = torch.linspace(0.5, 1.5, run.value.numel()).reshape(run.value.shape).to(run.value)
     run.value, view = (run.value * weights).sum(), run.times(weights)

@@ -65,7 +65,7 @@ def samples_add(nets: Nets) -> Entries:
         for name, values in by_name.items():
             for whole, *halves in zip(*values, strict=True):
                 message = f"sums_samples is declared: {name!r}, two halves"
-                yield message, torch.stack(halves).sum(0), whole
+                yield message, sum(halves), whole
 
 
 def two_halves(nets: Nets, reduction: str) -> Entries:

@@ -6,7 +6,6 @@ extension.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -271,11 +270,11 @@ def _around(
 ) -> Problem:
     """A net around a layer; ``twice`` calls the layer on a second branch."""
     run = shared_run_of(case)
-    template, arguments = network.build_net(case, samples, twice=twice, axis=run.batch_axis)
+    options: dict[str, Any] = {"twice": twice, "axis": run.batch_axis}
 
-    def build(dtype: torch.dtype) -> Made:
-        net, loss = copy.deepcopy(template).to(dtype), network.SoftmaxLoss(reduction)
-        return net, arguments.to(dtype), loss
+    def build(dtype: torch.dtype) -> Made:  # holds no run, whose graph would live as long
+        net, arguments = network.build_net(case, samples, **options)
+        return net.to(dtype), arguments.to(dtype), network.SoftmaxLoss(reduction)
 
     in_params = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
     # A rule's second derivative is that in its first input alone.

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,12 +35,13 @@ def jacobians(output: Tensor, targets: Mapping[K, Tensor]) -> dict[K, Tensor]:
     Returns:
         For every target, shape ``[*output, *target]``.
     """
-    units = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape)
+    units = torch.eye(output.numel(), dtype=output.dtype).reshape(output.numel(), *output.shape)
     rows = [gradients(output, [*targets.values()], unit) for unit in units] if targets else []
-    return {
-        key: torch.stack([row[i] for row in rows]).reshape((*output.shape, *target.shape))
-        for i, (key, target) in enumerate(targets.items())
-    }
+    found = {}
+    for i, (key, target) in enumerate(targets.items()):
+        columns = torch.cat([target.new_empty((0, *target.shape)), *(row[i][None] for row in rows)])
+        found[key] = columns.reshape((*output.shape, *target.shape))
+    return found
 
 
 def gradients(
@@ -54,17 +56,15 @@ def gradients(
         again: Whether the result gets a graph, to be differentiated once more.
     """
     options = {"retain_graph": True, "create_graph": again, "allow_unused": True}
-    grads = torch.autograd.grad(output, targets, cotangent, **options)
-    pairs = zip(grads, targets, strict=True)
+    known = output.requires_grad
+    grads = torch.autograd.grad(output, targets, cotangent, **options) if known else repeat(None)
+    pairs = zip(grads, targets, strict=known)
     return tuple(torch.zeros_like(target) if g is None else g for g, target in pairs)
 
 
 def hessian(value: Tensor, target: Tensor) -> Tensor:
     """Second derivative of a scalar. Shape ``[*target, *target]``."""
-    (gradient,) = gradients(value, [target], again=True)
-    if not gradient.requires_grad:
-        return torch.zeros(*target.shape, *target.shape, dtype=target.dtype)
-    return jacobians(gradient, {0: target})[0]
+    return jacobians(gradients(value, [target], again=True)[0], {0: target})[0]
 
 
 def transposed_product(jacobian: Tensor, mat: Tensor) -> Tensor:
@@ -81,16 +81,12 @@ def product(jacobian: Tensor, mat: Tensor) -> Tensor:
     return found
 
 
-def per_sample_product(jacobian: Tensor, mat: Tensor, axis: int = 0) -> Tensor:
-    """``J[n]ᵀ mat[v, n]`` for every sample: ``[*out, *θ]`` and ``[V, *out]`` to ``[V, N, *θ]``.
-
-    Args:
-        jacobian: The Jacobian with respect to a parameter.
-        mat: Columns at the output.
-        axis: Which axis of the output holds the samples.
-    """
-    pairs = zip(jacobian.unbind(axis), mat.unbind(axis + 1), strict=True)
-    return torch.stack([transposed_product(j, columns) for j, columns in pairs], 1)
+def per_sample_product(jacobian: Tensor, mat: Tensor) -> Tensor:
+    """``J[n]ᵀ mat[v, n]``: ``[N, *out, *θ]`` and ``[V, N, *out]`` to ``[V, N, *θ]``."""
+    rank = mat.dim() - 1
+    matrices = flat(jacobian, rank).unsqueeze(1).flatten(1, -2)
+    found = torch.einsum("nop,vno->vnp", matrices, flat(mat, 2))
+    return found.reshape(*mat.shape[:2], *jacobian.shape[rank:])
 
 
 def flat(tensor: Tensor, leading: int) -> Tensor:
@@ -106,20 +102,20 @@ def blocks(jacobian: Tensor, rank: int) -> Tensor:
         rank: Number of axes of the output, including the sample axis.
     """
     samples = len(jacobian)
-    whole = jacobian.reshape(samples, jacobian.shape[1:rank].numel(), samples, -1)
+    sizes = jacobian.shape[1:rank].numel(), jacobian.shape[rank], jacobian.shape[rank + 1 :].numel()
+    whole = jacobian.reshape(samples, *sizes)
     return whole.transpose(1, 2)
 
 
 def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
     """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``."""
-    pairs = blocks(jacobian, rank)
-    return torch.stack([pairs[n, n] for n in range(len(pairs))])
+    return blocks(jacobian, rank).diagonal().movedim(-1, 0)
 
 
 def mix(jacobian: Tensor, rank: int) -> bool:
     """Whether a sample depends on another one, from a Jacobian ``[N, *out, N, *in]``."""
     pairs = blocks(jacobian, rank)
-    return bool(pairs[~torch.eye(len(pairs), dtype=torch.bool)].any())
+    return bool(pairs[~torch.eye(*pairs.shape[:2], dtype=torch.bool)].any())
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -248,8 +244,8 @@ class Reference:
 
     def ggn(self, name: str) -> Tensor:
         """Generalised Gauss-Newton block of each sample. Shape ``[N, θ, θ]`` (flat)."""
-        root = flat(self.roots(name), 2)
-        return torch.einsum("vni,vnj->nij", root, root)
+        jacobian = flat(self.jacobian(name), 2)
+        return torch.einsum("nci,ncd,ndj->nij", jacobian, self.chosen(self.at_output[1]), jacobian)
 
     def hessian(self, name: str) -> Tensor:
         """Hessian block of each sample's loss. Shape ``[N, θ, θ]`` (flat)."""

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
-from backpack_core.discovery import choose
 from backpack_core.errors import UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import choose
 from backpack_core.testing.oracle import Reference, draw
 
 Needs = Literal[

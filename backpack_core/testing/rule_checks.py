@@ -6,20 +6,23 @@ value that was found, and the one that is expected.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.extending import extend
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
-from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
+from backpack_core.testing.compare import Entries, agree, refuses, require, untouched
 from backpack_core.testing.layer_run import LayerRun, run_layer
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
@@ -48,7 +51,7 @@ def param_jac_t_mat_prod(
     mat, chosen = run.columns() if mat is None else mat, _chosen(view)
     for name in run.parameters:
         found = run.call("param_jac_t_mat_prod", name, mat[:, chosen], view=view)
-        expected = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
+        expected = oracle.per_sample_product(run.jacobians[name], mat)
         yield f"param_jac_t_mat_prod of {name!r}", found, expected[:, chosen]
 
 
@@ -93,7 +96,8 @@ def jac_mat_prod(run: LayerRun) -> Entries:
     """Compare with ``J mat`` for the first input."""
     mat = run.input_columns()
     expected = oracle.product(run.jacobians[0], mat)
-    yield "jac_mat_prod", run.call("jac_mat_prod", mat), expected
+    what = "jac_mat_prod, the derivative of _jac_t_mat_prod by its columns"
+    yield what, run.call("jac_mat_prod", mat), expected
 
 
 def param_jac_mat_prod(run: LayerRun) -> Entries:
@@ -102,7 +106,8 @@ def param_jac_mat_prod(run: LayerRun) -> Entries:
         mat = oracle.draw((2, *theta.shape), 5)
         expected = oracle.product(run.jacobians[name], mat)
         found = run.call("param_jac_mat_prod", name, mat)
-        yield f"param_jac_mat_prod of {name!r}", found, expected
+        what = f"param_jac_mat_prod of {name!r}, the derivative of its product by the columns"
+        yield what, found, expected
 
 
 # Each operation as a function of a product and of ``M`` itself, formed by the oracle. A parameter
@@ -128,7 +133,7 @@ def operations(run: LayerRun) -> Entries:
     """Compare each operation with its definition, alone and with others, with little memory."""
     mat = run.columns()
     for name in run.parameters:
-        formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
+        formed = oracle.per_sample_product(run.jacobians[name], mat)
         for budget, needs in product((memory_budget(), 1), _PLANS):
             for what, (operation, definition) in _DEFINITIONS.items():
                 with within_budget(budget), torch.no_grad():
@@ -146,10 +151,13 @@ def subsampled_call(run: LayerRun) -> Entries:
 
 
 def non_contiguous_columns(run: LayerRun) -> Entries:
-    """Check columns with permuted strides, and columns that share memory."""
+    """Check columns with permuted strides, and columns that share memory; one, and many."""
     mat = run.columns()
     for strided in (mat.movedim(0, -1).contiguous().movedim(-1, 0), mat[:1].expand_as(mat)):
         yield from products(run, strided)
+    for number in (1, 7):
+        what = f"That is for V = {number} columns."
+        agree(products(run, run.columns(number)), run.case.tolerances.float64, what)
 
 
 def non_contiguous_input(run: LayerRun) -> Entries:
@@ -164,28 +172,76 @@ def keeps_dtype(run: LayerRun) -> None:
     """Check that every product of single-precision columns is in single precision."""
     single = run_layer(run.case, dtype=torch.float32)
     single.jacobians = {key: jacobian.float() for key, jacobian in run.jacobians.items()}
-    for what, found, expected in products(single):
-        dtype = expected.dtype if found is None else found.dtype
-        require(dtype == expected.dtype, f"{what}: {dtype}, from columns in {expected.dtype}.")
+    agree(products(single), math.inf, "The columns are in torch.float32.")
+
+
+def change(module: Module) -> None:
+    """Change parameters, buffers, settings that are floats, and the mode of a module."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, Parameter(2 * parameter.detach() + 1))
+        for name, buffer in [*part.named_buffers(recurse=False)]:
+            setattr(part, name, 2 * buffer + 1)
+        vars(part).update({k: 2 * v + 1 for k, v in vars(part).items() if type(v) is float})
+    module.train(not module.training)
+
+
+CHANGED = "The module was changed after the forward pass: read it from the view, and keep nothing."
+_OVERWRITTEN = (
+    "The inputs were overwritten after the forward pass: use view.input, not view.inputs."
+)
 
 
 def changed_since(run: LayerRun) -> None:
-    """Change parameters and mode after the forward pass: products must not change."""
+    """Change the module or its inputs after the forward pass: products must not change."""
+    for where in (CHANGED, _OVERWRITTEN):
+        run = run_layer(run.case)
+        require(bool(run.jacobians), "Nothing is differentiated.")  # asked here, before the change
+        for tensor in run.view.stored.inputs if where is _OVERWRITTEN else ():
+            tensor.detach().zero_()
+        if where is CHANGED:
+            change(run.module)
+        with suppress(OverwrittenInputError, UnsupportedError):
+            agree(products(run), run.case.tolerances.float64, where)
+
+
+AGAIN = (
+    "The module was called before, with other inputs or for other columns: keep nothing of that."
+)
+
+
+def called_again(run: LayerRun) -> None:
+    """Call the module with other inputs, too, and use each call for several columns."""
+    module, seeds = extend(run.case.module()), (1, 9, 10)
+    calls = [run_layer(run.case, run.case.arguments(seed=s), module=module) for s in seeds]
+    for seed, call in enumerate((*calls, *calls)):
+        agree(products(call, call.columns(seed=seed)), run.case.tolerances.float64, AGAIN)
+
+
+def differentiable(run: LayerRun) -> Entries:
+    """Compare derivatives of the products, which ``create_graph=True`` asks for."""
     run = run_layer(run.case)
-    require(bool(run.jacobians), "Nothing is differentiated.")  # asked here, before the change
-    for part in run.module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            setattr(part, name, Parameter(2 * parameter.detach() + 1))
-    run.module.train(not run.module.training)
+    view, rule = View(run.view.call, run.view.index, axis=run.batch_axis), cast(Any, run.rule)
+    mat = run.columns(1)
     try:
-        agree(products(run), run.case.tolerances.float64)
+        found: dict[Any, Any] = dict(enumerate(rule.jac_t_mat_prod(view, mat) if run.live else ()))
+        found |= {n: rule.param_jac_t_mat_prod(view, n, mat).sum(1) for n in run.parameters}
     except (OverwrittenInputError, UnsupportedError):
         return
-    except CheckFailure as failure:
-        raise CheckFailure(
-            f"{failure} The parameters and the mode of the module were changed after the forward "
-            "pass: read them from the view, which shows the earlier ones, and keep nothing."
-        ) from None
+    leaves: dict[Any, Tensor] = {**run.live, **run.parameters}
+    of_view = [view.inputs[key] if key in run.live else leaf for key, leaf in leaves.items()]
+    true = oracle.gradients(run.output, [*leaves.values()], mat[0], again=True)
+    for name, expected in zip(leaves, true, strict=True):
+        if found.get(name) is not None:
+            weights = oracle.draw(tuple(expected.shape), 6)
+            ours = oracle.gradients((found[name][0] * weights).sum(), of_view)
+            theirs = oracle.gradients((expected * weights).sum(), [*leaves.values()])
+            for by, one, other in zip(leaves, ours, theirs, strict=True):
+                yield (
+                    f"The product at {name!r}, differentiated by {by!r} (create_graph)",
+                    one,
+                    other,
+                )
 
 
 def affine_form(run: LayerRun) -> Entries:
@@ -195,7 +251,7 @@ def affine_form(run: LayerRun) -> Entries:
     with torch.no_grad():
         inputs = rule.affine_input(view)[0 : view.batch_size]
         found = torch.einsum("goi,nsgi->nsgo", _matrix(run, "weight"), inputs)
-        if "bias" in run.parameters:
+        if getattr(run.module, "bias", None) is not None:
             found = found + _matrix(run, "bias")
         expected = rule.affine_output(view, view.output.unsqueeze(0))[0]
     yield "W x + b in affine form", found, expected
@@ -204,7 +260,7 @@ def affine_form(run: LayerRun) -> Entries:
 def _matrix(run: LayerRun, name: str) -> Tensor:
     """A weight as ``[G, O, I]``, or a bias as ``[G, O]``."""
     affine, numbers = _affine_product(run, name)
-    theta = run.parameters[name].detach()
+    theta = run.view.parameter(name)
     matrix = torch.empty_like(theta).flatten()
     matrix[affine.to_parameter(numbers).flatten()] = theta.flatten()
     return matrix.reshape(affine.sizes)
@@ -271,10 +327,13 @@ def second_derivative(run: LayerRun) -> Entries:
 
 def second_derivative_mat_prod(run: LayerRun) -> Entries:
     """Compare with ``Σ_o g_o ∂²f_o/∂x² mat``."""
-    weights, mat = _weights(run), run.input_columns()
-    expected = (mat.flatten(1) @ _contracted(run, run.live[0], weights)).reshape(mat.shape)
-    found = run.call("second_derivative_mat_prod", weights, mat)
-    yield "second_derivative_mat_prod", found, expected
+    weights = _weights(run)
+    matrix = _contracted(run, run.live[0], weights)
+    for number in (2, 1, 7):
+        mat = run.input_columns(number)
+        found = run.call("second_derivative_mat_prod", weights, mat)
+        what = f"second_derivative_mat_prod of {number} columns"
+        yield what, found, (mat.flatten(1) @ matrix).reshape(mat.shape)
 
 
 def hessian_is_zero(run: LayerRun) -> None:
@@ -282,8 +341,7 @@ def hessian_is_zero(run: LayerRun) -> None:
     value = (run.output * _weights(run)).sum()
     gradients = oracle.gradients(value, [*run.live.values()], again=True)
     for slot, gradient in zip(run.live, gradients, strict=True):
-        blocks = oracle.jacobians(gradient, run.live) if gradient.requires_grad else {}
-        for other, block in blocks.items():
+        for other, block in oracle.jacobians(gradient, run.live).items():
             which = "∂²f/∂x²" if slot == other == 0 else f"∂²f of inputs {slot} and {other}"
             message = f"hessian_is_zero is declared, but {which} does not vanish."
             require(not bool(block.any()), message)
@@ -301,21 +359,19 @@ def hessian_is_diagonal(run: LayerRun) -> Entries:
 
 
 def jacobian_is_constant(run: LayerRun) -> Entries:
-    """Check ``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
+    """Check that ``J_0ᵀ c`` is ``J_nᵀ c`` for all samples ``n``, and at another input."""
     column = run.columns()[:, :1]
     mat = column.expand(-1, *run.output.shape)
-    first = run.call("jac_t_mat_prod", column, view=subsample(run.view, [0]))
+    found = dict(enumerate(run.call("jac_t_mat_prod", column, view=subsample(run.view, [0]))))
     for where, at in (("", run), (" at another input", run_layer(run.case, _elsewhere(run.case)))):
-        own = at.call("jac_t_mat_prod", mat)
         for slot, leaf in at.live.items():
             if leaf.shape[:1] == run.output.shape[:1]:
                 true = oracle.transposed_product(at.jacobians[slot], mat)
-                zero = torch.zeros_like(true)
-                pairs = [dict(enumerate(found)).get(slot) for found in (first, own)]
-                one, each = (zero if m is None else m.expand_as(true) for m in pairs)
-                what = f"jacobian_is_constant is declared: Jᵀ mat{where}, input {slot}"
-                yield f"{what}, the layer's", true, one
-                yield f"{what}, the rule's", each, one
+                first = found.get(slot)
+                what = (
+                    f"jacobian_is_constant is declared: Jᵀ mat{where}, input {slot}, from sample 0"
+                )
+                yield what, None if first is None else first.expand_as(true), true
 
 
 def _elsewhere(case: RuleCase) -> Arguments:
@@ -341,10 +397,11 @@ def mixes_samples(run: LayerRun) -> None:
     """Compare with the blocks of the Jacobians between different samples."""
     declared, samples = run.rule.mixes_samples(run.view), run.view.batch_size
     mixing = any(
-        oracle.mix(run.jacobians[slot].movedim(run.batch_axis, 0), run.output.dim())
+        oracle.mix(run.jacobians[slot], run.output.dim())
         for slot, leaf in run.live.items()
         if leaf.dim() and leaf.shape[0] == samples
     )
     actual = "influence" if mixing else "do not influence"
-    message = f"mixes_samples says {declared}, but samples {actual} each other in this call."
+    message = f"mixes_samples says {declared}, but samples {actual} each other in this call (they "
+    message += f"are on axis {run.batch_axis} of the output, as batch_axis(view, index) says)."
     require(declared == mixing, message)

@@ -111,15 +111,12 @@ def outcome(case: Case, check: Check) -> CheckResult:
             check.run(case)
         except Exception as fault:
             error = fault
-    status: Status
-    if reason is None:
-        status = "failed" if error else "passed"
-        message = f"{type(error).__name__}: {error}" if error else ""
-    elif error is not None:
-        status, message = "expected failure", reason
-    else:
-        status = "unexpected pass"
-        message = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove this."
+    status: Status = "failed" if error else "passed"
+    message = f"{type(error).__name__}: {error}" if error else ""
+    if reason is not None:
+        said = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove this."
+        status = "expected failure" if error else "unexpected pass"
+        message = reason if error else said
     _ran.setdefault(case, {})[check.name] = status
     return CheckResult(case.label(), check.name, status, message, error)
 

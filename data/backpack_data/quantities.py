@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from backpack_core import Extension
-from backpack_core.discovery import choose
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import choose
 from backpack_data import files
 from backpack_data.shards import whole
 from backpack_products.fingerprint import Fingerprint, Marked, agreed, same_name

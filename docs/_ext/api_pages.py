@@ -188,7 +188,7 @@ PAGES = (
             "backpack_core.contract.bases.Candidate",
             "backpack_core.contract.extension.FailMode",
             "backpack_products.extensions.as_subsampling",
-            "backpack_core.discovery.preference",
+            "backpack_core.preferences.preference",
             "backpack_products.contexts.suspended",
             "backpack_core.record.nested.map_tensors",
             "backpack_interplay.compiled.uncompiled",

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import prefer
-from backpack_core.discovery import preferred
 from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extensions import BatchGrad, GGNGram
+from backpack_core.preferences import preferred
 from backpack_products import AffineProduct, FirstOrderExtension, LookupProduct, SampleProduct
 from backpack_products.affine import for_weights
 from backpack_products.open_functions import OpenFunction, Operation

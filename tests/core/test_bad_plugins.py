@@ -331,6 +331,35 @@ def test_what_a_propagator_returns(method: str, value: Any, said: str) -> None:
     assert "DepthOf" in message(error)
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("value", [None, 3, [1], [(0,)], {0: 1}, [("a", 1)], [(9, 1)]])
+def test_what_a_propagator_returns_between_modules(value: Any) -> None:
+    kind = type("Slip", (Depth,), {"cross": lambda *given: value})
+    model = nn.Sequential(nn.Linear(3, 3), Residual(nn.Linear(3, 3)), nn.Linear(3, 3))
+    said = r"Slip\.cross returned .* at AddBackward0, expected pairs: a position in its 2"
+    with pytest.raises(ShapeError, match=said) as error:
+        classification(model, (3,)).run(DepthOf(kind()))
+    assert "DepthOf" in message(error)
+
+
+class LargestIndex(FirstOrderExtension):
+    savefield = "largest_index"
+
+    def read(self, product: SampleProduct) -> Tensor:
+        return dense(product)[0].flatten(1).abs().argmax(1)
+
+
+def test_indices_are_not_rounded_to_the_dtype_of_the_parameter() -> None:
+    model = nn.Linear(3, 300)
+    problem = classification(model, (3,))
+    problem.run(LargestIndex())
+    assert model.weight.largest_index.dtype == torch.int64
+
+
 def test_propagators_are_looked_at() -> None:
     with pytest.raises(UsageError, match="fields that can be hashed"):
         DepthOf(Depth(field=[1]))

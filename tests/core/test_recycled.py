@@ -7,7 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack_capture import visits
 from backpack_core import Extension, backpack, extend
-from backpack_core.extensions import BatchGrad, BatchL2Grad, Jacobians, SumGradSquared
+from backpack_core.extensions import (
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    Jacobians,
+    SumGradSquared,
+)
 from backpack_products import recycled
 from backpack_secondorder.outputs import SumOutputs
 
@@ -89,6 +97,30 @@ def test_memory_of_transposed_results_is_written_again() -> None:
         del found
         inputs = torch.randn(SAMPLES, 3)
     assert len(seen) <= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        *product([BatchDiagGGNMC, BatchDiagGGNExact], ["linear", "positions", "convolution"]),
+        (BatchDiagHessian, "linear"),
+    ],
+)
+def test_memory_of_curvature_by_sample_is_written_again(
+    kind: Callable[[], Any], layer: str
+) -> None:
+    first: nn.Module = nn.Conv1d(3, WIDTH, 2) if layer == "convolution" else nn.Linear(3, WIDTH)
+    layers = [first, nn.Flatten(), nn.ReLU(), nn.LazyLinear(3)]
+    model = extend(nn.Sequential(*layers))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    shape = {"linear": (3,), "positions": (2, 3), "convolution": (3, 3)}[layer]
+    targets, seen = torch.arange(SAMPLES) % 3, []
+    for _ in range(12):
+        with backpack(extension := kind()):
+            lossfunc(model(torch.randn(SAMPLES, *shape)), targets).backward()
+        seen.append(getattr(first.weight, extension.savefield).data_ptr())
+    # A measured pass stores results in other memory.
+    assert sum(one != other for one, other in pairwise(seen)) <= 4
 
 
 class _Holding(TorchDispatchMode):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import backpack_core
-from backpack_core import discovery
+from backpack_core import preferences
 from backpack_core.cli import scaffold
 from tests import forks
 from tests.docs.registrations import forgotten
@@ -50,12 +50,12 @@ BLOCKS = blocks()
 def as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    preferred = dict(discovery.preferred)
+    preferred = dict(preferences.preferred)
     with mock.patch.dict(os.environ), forgotten():
         yield
     torch.set_default_dtype(before)
-    discovery.preferred.clear()
-    discovery.preferred.update(preferred)
+    preferences.preferred.clear()
+    preferences.preferred.update(preferred)
 
 
 RUN_TESTS = """

@@ -117,11 +117,11 @@ class PowerRule(SecondOrderRule):
     module_types = (Power,)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = view.inputs
+        a, b = view.input, view.tensor_input(1)
         return mat * 3 * a**2 * b, mat * a**3
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        a, b = view.inputs
+        a, b = view.input, view.tensor_input(1)
         return mat * 6 * a * b * grad_output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from torch.nn import Module
 
 from backpack_core import LayerRule, View
 from backpack_core.testing import RuleCase, check_case
-from backpack_products import ProductRule, SampleProduct, SecondOrderRule
+from backpack_products import ElementwiseRule, ProductRule, SampleProduct, SecondOrderRule
 from backpack_products.operations import batch_sum, dense, square_sum
 from tests.kit.layers import (
     Centre,
@@ -145,7 +146,7 @@ class FalseZeroMixed(SecondOrderRule):
     hessian_is_zero = True
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = view.inputs
+        a, b = view.input, view.tensor_input(1)
         return mat * b, mat * a
 
 
@@ -289,6 +290,145 @@ class FalseDiagonal(SecondOrderRule):
         return mat * view.input.roll(1, 1) + (mat * view.input).roll(-1, 2)
 
 
+class KeepsColumns(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return view.once("product", lambda: super(KeepsColumns, self)._jac_t_mat_prod(view, mat))
+
+
+class KeepsTheFirstInput(GainRule):
+    """In a table that is no attribute of the rule."""
+
+    first: ClassVar[dict[tuple[int, ...], Tensor]] = {}
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * self.first.setdefault(tuple(mat.shape), view.input)
+
+
+class Detaches(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight").detach()
+
+
+class WithoutGraph(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        with torch.no_grad():
+            return mat * view.parameter("weight")
+
+
+class ReadsTheInputUnchecked(GainRule):
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * view.inputs[0].detach()
+
+
+class Wrong(GainRule):
+    """Twice the product if a condition on the columns holds."""
+
+    def is_wrong(self, columns: int, samples: int) -> bool:
+        return columns == 1
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return super()._jac_t_mat_prod(view, mat) * (1 + self.is_wrong(*mat.shape[:2]))
+
+
+class WrongForManyColumns(Wrong):
+    def is_wrong(self, columns: int, samples: int) -> bool:
+        return columns > 3
+
+
+class WrongForOneSample(Wrong):
+    def is_wrong(self, columns: int, samples: int) -> bool:
+        return samples == 1
+
+
+class WrongForManySamples(Wrong):
+    def is_wrong(self, columns: int, samples: int) -> bool:
+        return samples > 3
+
+
+class RaisesForNone(Wrong):
+    def is_wrong(self, columns: int, samples: int) -> bool:
+        return 1 // samples > 1
+
+
+class Sigmoid(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+
+class Overflows(ElementwiseRule):
+    module_types = (Sigmoid,)
+
+    def derivative(self, view: View) -> Tensor:
+        return view.input.exp() / (1 + view.input.exp()) ** 2
+
+    def second_derivative(self, view: View) -> Tensor:
+        y = view.output
+        return y * (1 - y) * (1 - 2 * y)
+
+
+class Settings(Module):
+    """``y = (eps + buffer) x``."""
+
+    buffer: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 0.5
+        self.register_buffer("buffer", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.buffer + self.eps)
+
+
+class ReadsTheBufferOfNow(SecondOrderRule):
+    module_types = (Settings,)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * (view.call.module.buffer + view.module.eps)
+
+
+class ReadsTheSettingOfNow(ReadsTheBufferOfNow):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * (view.parameter("buffer") + view.call.module.eps)
+
+
+class WrongSecondDerivativeOfOne(PowerRule):
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
+        right = super()._second_derivative_mat_prod(view, grad_output, mat)
+        return right * (len(mat) > 1)
+
+
+class Turned(Module):
+    """``[N, S, D] -> [S, N, D]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x.transpose(0, 1)
+
+
+class TurnedRule(SecondOrderRule):
+    module_types = (Turned,)
+    hessian_is_zero = True
+
+    def batch_axis(self, view: View, index: int) -> int:
+        return 1
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return 2 * mat
+
+
+class ForgottenAxis(SecondOrderRule):
+    module_types = (Turned,)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return 2 * mat.transpose(1, 2)
+
+
+def turned(rule: type[LayerRule]) -> RuleCase:
+    return RuleCase(Turned, lambda n: torch.randn(n, 5, 4), rule=rule)
+
+
 # Rule, the check that must name the fault, and what its message must say.
 FAULTS = [
     (case_of(Pairs, FalseDiagonal), "hessian_is_diagonal", "is declared: ∂²f/∂x²"),
@@ -304,7 +444,7 @@ FAULTS = [
     (case_of(Gain, WrongSlice), "operations", "within 1 bytes"),
     (case_of(Cube, FalseZeroHessian), "hessian_is_zero", "does not vanish"),
     (of_two(Times, FalseZeroMixed), "hessian_is_zero", "inputs 0 and 1 does not vanish"),
-    (case_of(Cube, FalseConstantJacobian), "jacobian_is_constant", "mat, input 0, the layer's"),
+    (case_of(Cube, FalseConstantJacobian), "jacobian_is_constant", "mat, input 0, from sample 0"),
     (case_of(ScaleOfEach, OneJacobianOfSeveral), "jacobian_is_constant", "mat, input 0"),
     (case_of(ScaleByTheBatch, OneJacobianHere), "jacobian_is_constant", "at another input"),
     (case_of(SquaredGain, FalseLinearity), "linear_in_params", "does not vanish"),
@@ -313,14 +453,29 @@ FAULTS = [
     (case_of(Grouped, PartialParams), "accepts", "params leaves out 'bias', which a Grouped has"),
     (case_of(Gain, DrawsNumbers), "accepts", "random numbers"),
     (case_of(Gain, StoresOnTheModule), "accepts", "'kept'"),
-    (case_of(Gain, WrongInEvalMode), "other_mode", "In eval mode, .*: .* 2 times"),
+    (case_of(Gain, WrongInEvalMode), "other_mode", "2 times .* in the other mode, train or eval"),
     (case_of(Grouped, WrongWithoutBias), "partly_frozen", "layer.weight"),
-    (case_of(Gain, WidensColumns), "keeps_dtype", "float64, from columns in torch.float32"),
-    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "read them from the view"),
+    (case_of(Gain, WidensColumns), "keeps_dtype", "float64, not torch.float32.* The columns"),
+    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "read it from the view"),
     (case_of(Gain, WritesToColumns), "accepts", "changed a tensor"),
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),
     (case_of(Cube, WrongSecondDerivative), "mean", "DiagHessian"),
+    (case_of(Gain, KeepsColumns), "called_again", "for other columns: keep nothing"),
+    (case_of(Gain, KeepsTheFirstInput), "called_again", "with other inputs"),
+    (case_of(Gain, Detaches), "differentiable", "product at 0, differentiated by 'weight'"),
+    (case_of(Gain, WithoutGraph), "jac_mat_prod", "derivative of _jac_t_mat_prod by its columns"),
+    (case_of(Gain, ReadsTheInputUnchecked), "changed_since", "use view.input, not view.inputs"),
+    (case_of(Gain, Wrong), "non_contiguous_columns", "2 times .* V = 1 "),
+    (case_of(Gain, WrongForManyColumns), "non_contiguous_columns", "2 times .* V = 7 "),
+    (case_of(Gain, WrongForOneSample), "one_sample", "2 times .* N = 1"),
+    (case_of(Gain, WrongForManySamples), "other_inputs", "2 times .* N = 5"),
+    (case_of(Gain, RaisesForNone), "empty_batch", "ZeroDivisionError.* N = 0"),
+    (case_of(Sigmoid, Overflows), "large_inputs", "finite.* 10,000 times"),
+    (case_of(Settings, ReadsTheBufferOfNow), "changed_since", "The module was changed"),
+    (case_of(Settings, ReadsTheSettingOfNow), "changed_since", "The module was changed"),
+    (of_two(Power, WrongSecondDerivativeOfOne), "second_derivative_mat_prod", "of 1 columns"),
+    (turned(ForgottenAxis), "mixes_samples", "on axis 0 of the output, as batch_axis"),
 ]
 
 
@@ -332,6 +487,7 @@ def test_the_fault_is_named(case: RuleCase, check: str, message: str) -> None:
     assert found.status == "failed"
     assert_matches(message, found.message)
     Leak.seen.clear()
+    KeepsTheFirstInput.first.clear()
 
 
 FIRST = {
@@ -358,12 +514,49 @@ def test_the_first_cause_is_first(case: RuleCase) -> None:
     assert {result.message for result in rest} <= {f"not judged: {name} failed" for name in failed}
     assert not any(result.ok for result in rest)
     Leak.seen.clear()
+    KeepsTheFirstInput.first.clear()
 
 
 def assert_matches(pattern: str, text: str) -> None:
     import re
 
     assert re.search(pattern, text), text
+
+
+def partly_frozen_layer() -> Module:
+    layer = Grouped()
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+class CannotBeCopied(Module):
+    """It holds what neither pickle nor deepcopy takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class CannotBeCopiedRule(SlopeIsANumber):
+    module_types = (CannotBeCopied,)
+
+
+class Draws(Module):
+    """It draws other numbers in single precision than in double."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.randn_like(x)
+
+
+class DrawsRule(ElementwiseRule):
+    module_types = (Draws,)
+    hessian_is_zero = True
+
+    def derivative(self, view: View) -> Tensor:
+        return view.output / view.input
 
 
 @pytest.mark.parametrize(
@@ -376,6 +569,10 @@ def assert_matches(pattern: str, text: str) -> None:
         of_two(Power, PowerRule),
         case_of(Score, ScoreRule),
         case_of(Doubled, SlopeIsANumber),
+        turned(TurnedRule),
+        case_of(partly_frozen_layer, GroupedRule),
+        case_of(CannotBeCopied, CannotBeCopiedRule),
+        case_of(Draws, DrawsRule),
     ],
 )
 def test_right_rules_pass(case: RuleCase) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import View
-from backpack_core.errors import PluginError, UsageError
+from backpack_core.errors import PluginError, UnsupportedError, UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
     Arguments,
@@ -24,7 +26,12 @@ from backpack_core.testing import (
 from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
 from backpack_layers.loss_regression import MSELossRule
-from backpack_products import FirstOrderExtension, SampleProduct, SecondOrderExtension
+from backpack_products import (
+    FirstOrderExtension,
+    HessianLossRule,
+    SampleProduct,
+    SecondOrderExtension,
+)
 from backpack_products.operations import dense, square_sum, squared_norm
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors
@@ -107,6 +114,32 @@ class WithoutBias(Largest):
     def read(self, product: SampleProduct) -> Tensor:
         bias = getattr(product.module, "bias", None)
         return super().read(product) * (1 if bias is None or bias.requires_grad else 2)
+
+
+class WrongForThreeAxes(Largest):
+    def read(self, product: SampleProduct) -> Tensor:
+        return super().read(product) * (1 if len(product.shape) < 3 else 2)
+
+
+class IgnoresTheName(Largest):
+    def __init__(self, subsampling: Sequence[int] | None = None, savefield: str | None = None):
+        super().__init__(subsampling)
+
+
+class Times(Largest):
+    """Its constructor has an argument without a default."""
+
+    def __init__(
+        self,
+        factor: float,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+    ) -> None:
+        super().__init__(subsampling, savefield)
+        self.factor = factor
+
+    def read(self, product: SampleProduct) -> Tensor:
+        return self.factor * super().read(product)
 
 
 class InHalfPrecision(Largest):
@@ -210,7 +243,7 @@ def test_positive_curvature_of_piecewise_linear_nets() -> None:
         net = nn.Sequential(nn.Linear(2, 4), layer(), nn.Linear(4, 2)).double()
         reference = Reference(net, Arguments((torch.randn(3, 2),)), SoftmaxLoss())
         found = positive_curvature(reference, "0.weight", torch.abs)
-        assert torch.equal(found, reference.ggn("0.weight").sum(0)) is same
+        assert torch.allclose(found, reference.ggn("0.weight").sum(0)) is same
 
 
 def test_an_author_brings_an_oracle() -> None:
@@ -237,10 +270,17 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (FailsOnNone, "no_samples"),
         (SaysItAdds, "samples_add"),
         (OfTheFirstPass, "retain_graph"),
+        (WrongForThreeAxes, "shared_positions"),
+        (IgnoresTheName, "savefield"),
     ],
 )
 def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
     assert faults(ExtensionCase(kind, QUANTITY)) == {check}
+
+
+def test_arguments_of_the_quantity_make_the_extension() -> None:
+    twice = Quantity(lambda r, name: 2 * QUANTITY.expected(r, name), arguments={"factor": 2})
+    assert not faults(ExtensionCase(Times, twice))
 
 
 def test_columns_that_do_not_add_are_found() -> None:
@@ -302,6 +342,122 @@ class SharesTheDraws(MSELossRule):
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         root = super()._sqrt_hessian_sampled(view, samples)
         return root[:, :1].expand_as(root)
+
+
+class WeightedLoss(nn.Module):
+    """Squares, with a weight for each class, which the first samples of the case do not have."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        if reduction == "none":
+            raise ValueError("reduction must be mean or sum")
+        self.reduction = reduction
+        self.register_buffer("weight", torch.linspace(1.0, 2.0, 5))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        losses = self.weight[label] * x.square().sum(1)
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+
+class WeightedRule(HessianLossRule):
+    module_types = (WeightedLoss,)
+    hessian_is_psd = True
+
+    def normalisation(self, view: View) -> float:
+        return 1 / view.full.batch_size if view.module.reduction == "mean" else 1.0
+
+    def weight(self, view: View) -> Tensor:
+        return view.parameter("weight")[view.tensor_input(1)]
+
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        size = view.input_shape[1]
+        root = (2 * self.normalisation(view) * self.weight(view)).sqrt()
+        return root.unsqueeze(1) * torch.eye(size, dtype=root.dtype).unsqueeze(1)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return 2 * self.normalisation(view) * self.weight(view).unsqueeze(1) * mat
+
+
+class OneClassIsWrong(WeightedRule):
+    def weight(self, view: View) -> Tensor:
+        label = view.tensor_input(1)
+        return super().weight(view) * torch.where(label == 0, 0.9, 1.0)
+
+
+class WrongForManyColumns(WeightedRule):
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return super()._hessian_mat_prod(view, mat) * (1 + (len(mat) > 3))
+
+
+class RaisesForNone(WeightedRule):
+    def normalisation(self, view: View) -> float:
+        return super().normalisation(view) * view.batch_size / view.batch_size
+
+
+class ReadsTheWeightOfNow(WeightedRule):
+    def weight(self, view: View) -> Tensor:
+        return view.call.module.weight[view.tensor_input(1)]
+
+
+class SaysConvex(WeightedRule):
+    def is_convex(self, view: View) -> bool:
+        return True
+
+
+class Saddle(WeightedLoss):
+    """The second half of the classes has negative weights."""
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        terms = torch.where(label > 2, -1.0, 1.0).double() * x.square().sum(1)
+        return terms.mean() if self.reduction == "mean" else terms.sum()
+
+
+class SaddleRule(WeightedRule):
+    module_types = (Saddle,)
+    hessian_is_psd = False
+
+    def weight(self, view: View) -> Tensor:
+        return torch.where(view.tensor_input(1) > 2, -1.0, 1.0).to(view.dtype)
+
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        raise UnsupportedError(f"{view.path} has negative weights.")
+
+
+class SaysASaddleIsConvex(SaddleRule):
+    def is_convex(self, view: View) -> bool:
+        return True
+
+
+def of_classes(rule: type[HessianLossRule]) -> LossCase:
+    (loss,) = rule.module_types
+    return LossCase(
+        loss, lambda n: (torch.randn(n, 2), torch.randint(5, (n,))), rule=rule, sampled=False
+    )
+
+
+@pytest.mark.parametrize("rule", [WeightedRule, SaysConvex, SaddleRule])
+def test_right_loss_rules_pass(rule: type[HessianLossRule]) -> None:
+    """Also without a reduction ``"none"``, and for a loss whose Hessian has both signs."""
+    assert not faults(of_classes(rule))
+
+
+@pytest.mark.parametrize(
+    ("rule", "check", "said"),
+    [
+        (OneClassIsWrong, "other_inputs", "N = 5, and other inputs"),
+        (WrongForManyColumns, "other_inputs", "V = 7"),
+        (RaisesForNone, "other_inputs", "ZeroDivisionError.* N = 0"),
+        (ReadsTheWeightOfNow, "leaves_arguments_alone", "The module was changed"),
+        (SaysASaddleIsConvex, "hessian_is_psd", "is_convex is declared"),
+    ],
+)
+def test_a_loss_rule_that_is_wrong_for_some_inputs_is_found(
+    rule: type[HessianLossRule], check: str, said: str
+) -> None:
+    results = check_case(of_classes(rule))
+    (first,) = [result for result in results if result.status == "failed"][:1]
+    assert first.check == check
+    assert re.search(said, first.message), first.message
 
 
 class Minus(nn.MSELoss):

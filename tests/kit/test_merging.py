@@ -88,6 +88,28 @@ def test_declarations_are_checked(kind, failed):
     assert found == failed, results
 
 
+class Number(Gradient):
+    """A value that is no tensor, and a degree."""
+
+    def read(self, product):
+        return float(super().read(product).square().sum())
+
+
+def test_a_value_that_is_no_tensor_needs_more_than_a_degree():
+    case = ExtensionCase(Number, Quantity(lambda r, name: torch.ones(()), lambda v, r, n: v))
+    (result,) = check_case(case, ["degree"])
+    assert "a class derived from backpack_products.merging.OverBatches" in result.message
+
+
+class SaysSamplesAdd(PerSample):
+    sums_samples = True
+
+
+def test_values_of_each_sample_do_not_add():
+    (result,) = check_case(ExtensionCase(SaysSamplesAdd, QUANTITY), ["samples_add"])
+    assert "sums_samples is declared" in result.message
+
+
 def test_values_of_several_shapes_are_not_added():
     results = check_case(
         ExtensionCase(PerSample, Quantity(lambda r, name: torch.ones(r.samples))), CHECKS[2:]

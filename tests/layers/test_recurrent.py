@@ -174,6 +174,14 @@ def test_adjoint(kind: str) -> None:
     assert float((forward * w[0]).sum()) == pytest.approx(float((product[0] * u).sum()), rel=1e-10)
 
 
+def test_second_derivative_of_a_piecewise_linear_recursion() -> None:
+    """It vanishes, instead of an error of autograd."""
+    module = nn.RNN(INPUT, 3, nonlinearity="relu", batch_first=True).double()
+    view, mat = make_view(module, draw(2, STEPS, INPUT)), draw(2, 2, STEPS, INPUT)
+    found = RNNRule()._second_derivative_mat_prod(view, torch.ones_like(view.output), mat)
+    assert torch.equal(found, torch.zeros_like(mat))
+
+
 def test_oracle_sees_a_missing_state() -> None:
     rule, module = build("lstm")
     state = initial(module, 2)

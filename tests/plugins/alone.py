@@ -19,10 +19,10 @@ from importlib_metadata import distribution
 
 from backpack_core import backpack, extend
 from backpack_core import extensions as installed
-from backpack_core.discovery import canonical
 from backpack_core.errors import BackpackError, MissingPluginError
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import canonical
 
 
 def modules_of(name: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backpack_core.discovery import preferred
+from backpack_core.preferences import preferred
 from backpack_core.testing.isolation import reset
 from tests.distributions import fake_distribution as fake_distribution
 

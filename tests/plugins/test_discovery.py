@@ -13,10 +13,10 @@ from torch import nn
 
 import backpack_core
 from backpack_core import extend, plugins
-from backpack_core.discovery import choose
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
 from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import choose
 from backpack_core.testing.isolation import reset, temporary_plugin
 from tests.distributions import FakeDistribution, write_distribution
 

@@ -157,21 +157,23 @@ ROOMS: dict[str, str] = {
     "_torch": "errors",
     "autocast": "_torch",
     "fields": "errors",
-    "discovery": "errors",
+    "preferences": "errors",
+    "discovery": "errors preferences",
     "_hooks": "_torch",
     "record": "_torch errors remember",
     "graph": "_torch errors record autocast",
     "contract": "_torch discovery errors graph record",
-    "plugins": "_torch contract discovery errors record remember",
+    "plugins": "_torch contract discovery errors preferences record remember",
     "engine": "_torch _hooks errors record graph contract plugins autocast",
-    "extensions": "discovery errors plugins",
+    "extensions": "discovery errors plugins preferences",
     "recording": "_hooks _torch engine errors plugins record",
     "context": "_torch contract engine errors plugins record remember",
     "extending": "_hooks _torch engine errors plugins record recording",
     "api": "context contract extending extensions fields plugins record",
     "__init__": "api errors",
-    "testing": "context contract discovery errors extending plugins record",
-    "cli": "__init__ _hooks context contract discovery engine errors extending plugins testing",
+    "testing": "context contract discovery errors extending plugins preferences record",
+    "cli": "__init__ _hooks context contract discovery engine errors extending plugins preferences "
+    "testing",
 }
 
 

@@ -16,9 +16,9 @@ from backpack_core._torch import parametrizations_of
 from backpack_core.contract.bases import Candidate, judge, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.discovery import Claim
 from backpack_core.errors import PluginConflictError, nearest
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import Claim
 
 
 @judge

@@ -6,14 +6,14 @@ from backpack_checks import advice as advice  # registers a judge of plugins' cl
 from backpack_checks.attending import Checks
 from backpack_checks.profile import Profile
 from backpack_checks.providers import advise
-from backpack_checks.untouched import ByVersions
+from backpack_checks.untouched import by_versions
 from backpack_core import hookimpl
 from backpack_core.contract.observer import Observer
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plugins.loading import ADVISERS
 from backpack_core.record.guards import GUARDS
 
-GUARDS.append(ByVersions())
+GUARDS.append(by_versions)
 ADVISERS.append(advise)
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, canonical, declared_by, our_plugins, qualified_name
+from backpack_core.discovery import Plugin, declared_by, our_plugins
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
+from backpack_core.preferences import canonical, qualified_name
 
 
 class Provider(NamedTuple):

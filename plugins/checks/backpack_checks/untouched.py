@@ -6,39 +6,42 @@ compared before and after. They are integers, and comparing them takes less than
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from backpack_core.contract.propagator import Reading
 from backpack_core.errors import PluginCodeError
-from backpack_core.record.guards import PLAIN, Guard, Versions, versions_in, visible_tensors
+from backpack_core.record.guards import PLAIN, Versions, versions_in, visible_tensors
 from backpack_core.record.view import View
 
 
-class ByVersions(Guard):
-    """A guard that compares tensor versions."""
+@contextmanager
+def by_versions(view: View, plugin: object, method: str, *arguments: Any) -> Iterator[None]:
+    """Compare the versions of the tensors that a view shows, and of those among the arguments.
 
-    def before(self, view: View, given: Iterable[Any]) -> Versions:
-        """The versions of the tensors that a view shows, and of those among the arguments."""
-        versions = [*(view.counted or _counted(view))]
-        for value in given:
-            kind = type(value)
-            if Tensor in kind.__mro__:
-                versions += ((value, value._version),)
-            elif kind not in PLAIN:
-                versions += versions_in(value)
-        return versions
-
-    def after(self, view: View, seen: Versions, plugin: object, method: str) -> None:
-        """Raise an error that names the plugin, the method and the tensor, if a version changed."""
-        for tensor, version in seen:
-            if tensor._version != version:
-                raise PluginCodeError(
-                    f"{type(plugin).__name__}.{method} changed {_name(tensor, view)} in place. "
-                    "Others read the tensors that a plugin is given, autograd too: return a new "
-                    "tensor (2 * mat instead of mat.mul_(2))."
-                )
+    Raises:
+        PluginCodeError: A version has changed. It names the plugin, the method and the tensor.
+    """
+    versions = [*(view.counted or _counted(view))]
+    readings = [value for value in arguments if isinstance(value, Reading)]
+    for value in arguments:
+        kind = type(value)
+        if Tensor in kind.__mro__:
+            versions += ((value, value._version),)
+        elif kind not in PLAIN:
+            versions += value.held() if isinstance(value, Reading) else versions_in(value)
+    yield
+    versions += [entry for reading in readings for entry in reading.made]  # now, or for others
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise PluginCodeError(
+                f"{type(plugin).__name__}.{method} changed {_name(tensor, view)} in place. "
+                "Others read the tensors that a plugin is given, autograd too: return a new "
+                "tensor (2 * mat instead of mat.mul_(2))."
+            )
 
 
 def _counted(view: View) -> Versions:

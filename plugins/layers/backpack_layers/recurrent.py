@@ -122,8 +122,10 @@ class RecurrentRule(AffinePairsRule):
         x = tensor(view, "input").detach().requires_grad_()
         with torch.enable_grad():
             gradient = self._carry_back(view, grad_output.unsqueeze(0), self._run(view, x)).x
+        if not (len(mat) and gradient.requires_grad):  # that of a relu is constant, piece by piece
+            return torch.zeros_like(mat)
         columns = [torch.autograd.grad(gradient, x, m[None], retain_graph=True)[0] for m in mat]
-        return torch.stack(columns) if columns else torch.zeros_like(mat)
+        return torch.stack(columns)
 
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gates of all steps, and inputs or hidden states, in the order of the input."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from reprlib import repr as abridged
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
 from backpack_core.engine.schedule import add
+from backpack_core.errors import ShapeError
 from backpack_core.graph import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
@@ -107,6 +109,7 @@ class Crossings:
                         self._reached(schedule, lane, node, grads, there) if is_reached else there
                     )
                     crossed = group.propagator.cross(node, quantities, here) if quantities else []
+                    crossed = _as_pairs(group.propagator, node, crossed)
             except Exception as error:
                 place_between(error, self._survey, group.first, node)
                 raise
@@ -150,3 +153,22 @@ class Crossings:
                 schedule.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
         elif schedule.groups[lane].propagator.keeps_apart and will_get_to(edge.node):
             schedule.leave(lane, edge, wide=quantity)
+
+
+def _as_pairs(propagator: Propagator, node: Node, crossed: Any) -> Sent:
+    """What a propagator returned for a node, if it is right.
+
+    Raises:
+        ShapeError: It is no list of pairs, or names a position that the node does not have.
+    """
+    number = len(node.next_functions)
+    try:
+        pairs = [(position, quantity) for position, quantity in crossed]
+        if all(0 <= position < number for position, _ in pairs):
+            return pairs
+    except (TypeError, ValueError):
+        pass
+    raise ShapeError(
+        f"{type(propagator).__name__}.cross returned {abridged(crossed)} at {node.name()}, "
+        f"expected pairs: a position in its {number} next_functions, and the quantity there."
+    )

@@ -19,8 +19,9 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from torch import Tensor
 
 from backpack_core.contract.propagator import Reading
-from backpack_core.discovery import Claim, Provenance, choose, discover, qualified_name
+from backpack_core.discovery import discover
 from backpack_core.errors import PluginError
+from backpack_core.preferences import Claim, Provenance, choose, qualified_name
 
 R = TypeVar("R")
 

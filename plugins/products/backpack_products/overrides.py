@@ -9,8 +9,8 @@ from torch.nn import Module
 
 from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
-from backpack_core.discovery import choose, qualified_name
 from backpack_core.plugins.registry import has_methods, is_named, registry
+from backpack_core.preferences import choose, qualified_name
 from backpack_products.sameness import Name, attributes_behind, is_patched, same_maps
 
 

@@ -19,7 +19,7 @@ from torch.nn import Module
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, nearest
-from backpack_core.record.guards import ask, guard_of
+from backpack_core.record.guards import ask, guarded
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, InRuns, OwnedColumns
@@ -71,11 +71,8 @@ class ParametricRule(SecondOrderRule):
         if not view.is_checked:  # a pass of the same structure was checked
             return self._param_products(view, names, mat)
         expect(view, self, "_param_product is given", mat, view.output_shape)
-        guard = guard_of(view)
-        versions = [] if guard is None else guard.before(view, (mat,))
-        products = self._param_products(view, names, mat)
-        if guard is not None:
-            guard.after(view, versions, self, "_param_product")
+        with guarded(view, self, "_param_product", mat):
+            products = self._param_products(view, names, mat)
         for name, product in zip(names, products, strict=True):
             if not isinstance(product, SampleProduct):
                 raise ShapeError(

@@ -109,6 +109,12 @@ def take(like: Tensor, shape: Sequence[int]) -> Tensor | None:
     return None
 
 
+def taken_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros to add to, in memory that was offered if there is some; see :func:`take`."""
+    memory = take(like, shape)
+    return like.new_zeros(shape) if memory is None else memory.zero_()
+
+
 def drop() -> None:
     """Free the memory that was offered but not taken."""
     if _recycled.memories:

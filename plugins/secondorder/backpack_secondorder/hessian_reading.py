@@ -178,11 +178,9 @@ def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:
 
 def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) -> Tensor:
     product = sum_of(products) if len(products) > 1 else products[0]
-    signs = root.signs
-    if signs is not None and signs.dim():
-        return signed_square_sum(product, signs, per_sample)
-    squares = sample_diagonals(product) if per_sample else diagonal(product)
-    return squares if signs is None else squares * signs
+    if root.signs is not None:
+        return signed_square_sum(product, root.signs, per_sample)
+    return sample_diagonals(product) if per_sample else diagonal(product)
 
 
 def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:

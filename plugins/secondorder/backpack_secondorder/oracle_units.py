@@ -118,7 +118,8 @@ def positive_curvature(
         name: The parameter.
         modify: A function from the eigenvalues of residuals to new ones.
     """
-    total = reference.ggn(name).sum(0)
+    root = oracle.flat(reference.roots(name), 2)  # of the positive part of the loss's Hessian
+    total = torch.einsum("vni,vnj->ij", root, root)
     key = ("residuals", *reference.parameters)
     for jacobians, curvature in reference.cached(key, lambda: _residuals(reference)):
         values, vectors = torch.linalg.eigh(reference.chosen(curvature))

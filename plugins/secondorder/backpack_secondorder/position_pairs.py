@@ -16,6 +16,7 @@ from backpack_products.affine import AffineProduct, reads_formed
 from backpack_products.contractions import slices
 from backpack_products.open_functions import Operation
 from backpack_products.operations import per_sample_square_sum, square_sum
+from backpack_products.recycled import taken_zeros
 from backpack_products.rows import Rows
 from backpack_products.tuning import CACHE, memory_budget, piece_size
 from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
@@ -83,7 +84,7 @@ def by_pairs(out: Tensor, inp: Rows, is_summed: bool = True) -> Tensor:
     """
     _, samples, positions, groups, features = out.shape
     size = inp.shape[3]
-    result = out.new_zeros(1 if is_summed else samples, groups, features, size)
+    result = taken_zeros(out, (1 if is_summed else samples, groups, features, size))
     first, second = torch.triu_indices(positions, positions, device=out.device)
     places = first * positions + second
     twice = torch.where(first == second, 1, 2).to(out.dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 from backpack_products.affine import AffineProduct, for_weights
 from backpack_products.contractions import add_squares, is_empty, pieces, products
 from backpack_products.operations import per_sample_square_sum
+from backpack_products.recycled import taken_zeros
 from backpack_products.rows import Rows, whole
 
 
@@ -23,14 +24,13 @@ def contracted(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(samples, groups, features, inp.shape[3])
     if positions == 1:
-        squares = out[0].square() if columns == 1 else out.square().sum(0)
-        left = squares.squeeze(1)  # [N, G, O]
-        return left.unsqueeze(-1) * whole(inp).square().squeeze(1).unsqueeze(-2)
+        squares = out.square() if columns == 1 else out.square().sum(0, keepdim=True)
+        return products(squares, whole(inp).square()).squeeze(0)
     if columns == 1 or torch.is_grad_enabled():
         formed = products(out, inp)
         squares = formed.square() if torch.is_grad_enabled() else formed.square_()
         return squares.squeeze(0) if columns == 1 else squares.sum(0)
-    result = out.new_zeros(samples, groups, features, inp.shape[3])
+    result = taken_zeros(out, (samples, groups, features, inp.shape[3]))
     for _, rows, piece in pieces(out, inp):
         for target, sample in zip(result[rows], piece, strict=True):
             add_squares(target, sample.transpose(0, 1))

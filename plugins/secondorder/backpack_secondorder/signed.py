@@ -14,8 +14,9 @@ from backpack_products.affine import AffineProduct, for_weights
 from backpack_products.contractions import flattened
 from backpack_products.open_functions import OpenFunction
 from backpack_products.product import SampleProduct
-from backpack_products.rows import Rows
+from backpack_products.rows import Rows, whole
 from backpack_products.tuning import CACHE, piece_size
+from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 
 
 @OpenFunction
@@ -24,12 +25,14 @@ def signed_square_sum(product: SampleProduct, signs: Tensor, per_sample: bool = 
 
     Args:
         product: ``M``.
-        signs: The signs ``σ`` of the columns. Shape ``[V, N]``.
+        signs: The signs ``σ`` of the columns. Shape ``[V, N]``, or ``[]`` for one of all.
         per_sample: Leave out the sum over samples.
 
     Returns:
         Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
     """
+    if not signs.dim():
+        return (sample_diagonals(product) if per_sample else diagonal(product)) * signs
     lead = (product.samples,) if per_sample else ()
     result = product.new_zeros(*lead, *product.shape)
     for columns, samples, part in product.pieces():
@@ -46,7 +49,7 @@ def signed_square_sum_affine(
     product: AffineProduct, inp: Rows, signs: Tensor, per_sample: bool = False
 ) -> Tensor:
     """Without ``M`` if no positions share the weight."""
-    if product.positions > 1:
+    if product.positions > 1 or not (signs.dim() or per_sample):
         return signed_square_sum.definition(product, signs, per_sample)
     squares = weighted_squares(product.out, signs)
     return product.to_parameter(by_position(squares, inp, per_sample))
@@ -74,6 +77,8 @@ def by_position(out: Tensor, inp: Rows, per_sample: bool) -> Tensor:
     total = out.new_zeros(*out.shape[2:], inp.shape[3])
     if not out.numel() or not inp.shape.numel():
         return total.expand(len(out), *total.shape).clone() if per_sample else total
+    if per_sample and out.shape[1] == 1:
+        return contractions.products(out.unsqueeze(0), whole(inp).square()).squeeze(0)
     parts = []
     for samples in contractions.row_steps(inp, out.element_size()):
         left, right = out[samples], inp[samples].square()
@@ -107,7 +112,7 @@ def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor
 
 def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
     """``Σ_v σ[v, n] mat[v, n]²``, in pieces that fit into the cache. Shape ``[N, *]``."""
-    weights = signs.reshape(*signs.shape, *[1] * (mat.dim() - 2))
+    weights = signs.expand(mat.shape[:2])[(..., *[None] * (mat.dim() - 2))]
     step = max(1, piece_size(CACHE) // max(1, mat[:1].nbytes))
     result = mat.new_zeros(mat.shape[1:])
     for some in contractions.slices(len(mat), step):
