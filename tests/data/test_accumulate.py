@@ -50,6 +50,7 @@ from tests.data.problems import (
     loss,
     net,
 )
+from tests.oracle import assert_close
 
 
 def run(*extensions: Any, sizes: tuple[int, ...] = (3, 3, 1), reduction: str = "mean", **options):
@@ -409,6 +410,23 @@ def test_what_is_no_loss_and_no_loader():
     for wrong in (None, 3):
         with pytest.raises(UsageError, match="The loader must allow several iterations"):
             accumulate(net(), loss(), wrong, DiagGGNExact())
+
+
+def test_corrected_eigenvalues_of_parameters_that_a_weight_is_computed_from():
+    """The second pass finds what the first one has stored at them, or left out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    nn.utils.parametrizations.weight_norm(model[0])
+    pairs = [(torch.randn(n, 5), torch.randint(3, (n,))) for n in (4, 2)]
+    extensions = EKFAC(None, fail_mode="diagonal"), KFLR(fail_mode="block"), DiagGGNExact()
+    found = accumulate(model, nn.CrossEntropyLoss(), pairs, *extensions, progress=False)
+    norm, direction = (f"0.parametrizations.weight.original{n}" for n in (0, 1))
+    diagonal = found[direction, "diag_ggn_exact"].flatten()
+    assert_close(found[direction, "ekfac"].dense(), diagonal.diag())
+    assert_close(found[norm, "ekfac"].dense(), found[norm, "kflr"].dense())
+    silent = EKFAC(None, fail_mode="silent")
+    found = accumulate(model, nn.CrossEntropyLoss(), pairs, silent, progress=False)
+    assert {path for path, _ in found} == {"0.bias", norm, "2.weight", "2.bias"}
 
 
 def test_a_data_set_is_no_loader():

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
-from backpack_core.errors import ShapeError, UsageError
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_products import SampleProduct
 from backpack_products.extensions import as_subsampling
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
@@ -127,6 +127,7 @@ class EKFAC(MatrixExtension):
 
         Raises:
             UsageError: The given basis has none for this parameter.
+            UnsupportedError: The same, where ``fail_mode`` leaves such parameters out.
             ShapeError: The basis belongs to a parameter of another shape.
         """
         if self.basis is None:
@@ -141,10 +142,12 @@ class EKFAC(MatrixExtension):
 
     def _given(self, product: SampleProduct) -> KroneckerEigenbasis:
         assert self.basis is not None
-        parameter = getattr(product.module, product.name, None)
-        entry = self.basis.get(id(parameter))
+        # A module may use a tensor that is computed from the parameter, or from its shard.
+        tensors = getattr(product.module, product.name, None), product.parameter
+        entry = next((self.basis[id(t)] for t in tensors if id(t) in self.basis), None)
         if entry is None:
-            raise UsageError(
+            is_left_out = self.fail_mode in ("silent", "warning")
+            raise (UnsupportedError if is_left_out else UsageError)(
                 f"EKFAC was given a basis without eigenvectors for the parameter {product.name!r} "
                 f"of {product.path}: add Kronecker factors of it to the mapping, or freeze it."
             )
