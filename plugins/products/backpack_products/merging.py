@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
-from backpack_core.errors import UsageError
 
 Way: TypeAlias = Literal["sum", "mean", "concatenate", "same"] | Callable[[Tensor, Tensor], Tensor]
 
@@ -69,18 +68,7 @@ class OverBatches:
         return self.parts[name]
 
     def take_apart(self, value: Any) -> dict[str, Tensor]:
-        """The tensors of a value, by name.
-
-        Raises:
-            UsageError: The value is not a single tensor, and no class derived says how it is made.
-        """
-        if not isinstance(value, Tensor):
-            raise UsageError(
-                f"A value is a {type(value).__name__}, which cannot be scaled or combined over "
-                "batches like a tensor: set over_batches of its extension to an object of a class "
-                "derived from backpack_products.merging.OverBatches, which takes it apart into "
-                "tensors, or declare neither degree nor over_batches."
-            )
+        """The tensors of a value, by name."""
         return {"": value}
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Any:
