@@ -187,9 +187,7 @@ def change(module: Module) -> None:
 
 
 CHANGED = "The module was changed after the forward pass: read it from the view, and keep nothing."
-_OVERWRITTEN = (
-    "The inputs were overwritten after the forward pass: use view.input, not view.inputs."
-)
+_OVERWRITTEN = "The inputs were overwritten after the call: use view.input, not view.inputs."
 
 
 def changed_since(run: LayerRun) -> None:
@@ -205,9 +203,7 @@ def changed_since(run: LayerRun) -> None:
             agree(products(run), run.case.tolerances.float64, where)
 
 
-AGAIN = (
-    "The module was called before, with other inputs or for other columns: keep nothing of that."
-)
+AGAIN = "The module was called before, with other inputs or columns: keep nothing of that."
 
 
 def called_again(run: LayerRun) -> None:
