@@ -353,3 +353,17 @@ def test_no_false_alarm(dtype: torch.dtype, scale: float) -> None:
     output = model(torch.randn(N, 6, 8, dtype=dtype))
     with backpack(BatchGrad(), DiagGGNMC(), check="always"):
         (scale * squares(output)).backward()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e-40), (torch.float16, 2.0**-18)])
+def test_numbers_below_the_normal_range(dtype: torch.dtype, factor: float) -> None:
+    """They have few digits left, so the columns differ by more than a normal rounding error."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3)).to(dtype)
+        with torch.no_grad():
+            model[2].weight.mul_(factor)
+        extend(model), extend(lossfunc := nn.CrossEntropyLoss())
+        loss = lossfunc(model(torch.randn(4, 2, dtype=dtype)), torch.randint(3, (4,)))
+        with backpack(DiagGGNExact()):
+            loss.backward()

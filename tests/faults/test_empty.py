@@ -32,6 +32,7 @@ from backpack_core.extensions import (
     DiagHessian,
     DiagHMP,
     GGNGram,
+    ProjectedGrad,
     SqrtGGNExact,
     SqrtGGNMC,
     SumGradSquared,
@@ -354,3 +355,46 @@ def test_an_output_without_features() -> None:
     for p in model.parameters():
         assert p.grad_batch.shape == (2, *p.shape)
         assert not p.diag_ggn_exact.any()
+
+
+class _Nothing(nn.Module):
+    """A layer, times a single number, plus a parameter without entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 3), nn.Parameter(torch.rand(()))
+        self.none = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor + self.none.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("extension", [KFAC, KFLR, EKFAC])
+def test_factors_of_a_parameter_without_entries(extension: Any) -> None:
+    problem = classification(_Nothing(), (4,))
+    problem.run(extension())
+    none = problem.model.none
+    assert getattr(none, extension.savefield).dense().shape == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+@pytest.mark.parametrize("sizes", [(4, 0, 3), (0, 4, 3)])
+def test_projections_of_a_weight_without_entries(sizes: tuple[int, int, int]) -> None:
+    first, middle, last = sizes
+    net = nn.Sequential(nn.Linear(first, middle), nn.Tanh(), nn.Linear(middle, last))
+    problem = classification(net, (first,))
+    problem.run(ProjectedGrad(4))
+    for p in problem.parameters:
+        assert p.projected_grad.shape == (3, 4)  # type: ignore[attr-defined]
+        assert p.numel() or not p.projected_grad.any()  # type: ignore[attr-defined]
+
+
+def test_averages_of_no_look_up() -> None:
+    """The sum over positions is an operation between modules."""
+    net = Net(
+        lambda net, x: net.last(net.first(x).sum(1)), first=nn.Linear(2, 4), last=nn.Linear(4, 3)
+    )
+    extend(net), extend(lossfunc := nn.CrossEntropyLoss())
+    with backpack(KFRA()):
+        lossfunc(net(torch.randn(0, 3, 2)), torch.zeros(0, dtype=torch.long)).backward()
+    assert not net.first.weight.kfra.dense().any()

@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack, extend
 from backpack_core.errors import OverwrittenInputError
+from backpack_core.extensions import Jacobians
 from backpack_core.record.view import View
 from backpack_layers import activation as curved
 from backpack_layers import piecewise_linear as linear
 from backpack_products.elementwise import ElementwiseRule
+from backpack_secondorder.outputs import SumOutputs
 from tests.layers.execution import TOLERANCE, check_rule, close, pullback, record
 
 # torch itself rounds some constants to single precision: 1/6 in Hardsigmoid, and 1/alpha in CELU,
@@ -143,3 +146,21 @@ def test_a_subclass_with_another_derivative(kind: type[ElementwiseRule], module:
     view, mat = record(module, torch.randn(4, 3)).view, torch.randn(2, 4, 3)
     (plain,), (doubled,) = kind().jac_t_mat_prod(view, mat), Doubled().jac_t_mat_prod(view, mat)
     close(doubled, 2 * plain, "doubled")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Hardtanh(), nn.ReLU6(), nn.Hardshrink(), nn.Softshrink(), nn.Threshold(0.0, 0.0)],
+    ids=lambda module: type(module).__name__,
+)
+def test_slopes_where_the_input_is_not_a_number(module: nn.Module) -> None:
+    """As in autograd; a zero would hide that the number is none."""
+    first = nn.Linear(1, 1)
+    model, outputs = extend(nn.Sequential(first, module)), extend(SumOutputs())
+    x = torch.tensor([[float("nan")], [0.3]])
+    with backpack(Jacobians()):
+        outputs(model(x)).backward()
+    found = first.bias.jacobians.flatten()
+    for row, value in zip(x, found, strict=True):
+        (expected,) = torch.autograd.grad(model(row[None]).sum(), first.bias)
+        assert value == expected

@@ -304,3 +304,15 @@ def test_a_mean_over_no_targets(extension: type[Extension], smoothing: float) ->
         assert parameter.grad is not None
         assert not parameter.grad.any()
         assert not getattr(parameter, extension.savefield).any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_mean_over_targets_that_weigh_nothing(smoothing: float) -> None:
+    """Torch divides by zero, so the gradient is not finite, and neither is the curvature."""
+    weight, target = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), torch.tensor([1, 1])
+    model, lossfunc = nn.Linear(2, 3), nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
+    extend(model), extend(lossfunc)
+    with backpack(DiagGGNExact(), DiagHessian()):
+        lossfunc(model(torch.randn(2, 2)), target).backward()
+    for value in (model.bias.diag_ggn_exact, model.bias.diag_h):
+        assert not bool(value.isfinite().any())

@@ -225,11 +225,12 @@ class Judge:
         plain, *guesses = total
         own = own if self.question.is_curvature else None
         size = max(largest(t) for t in (plain, own) if t is not None)
-        if not size and not largest(total):
+        floor = _floor(plain)
+        if size <= floor and largest(total) <= floor:
             return False
         units = [rounding_unit(t) for t in (plain, own) if t is not None]
         unit = max(arrived.unit, *units)
-        allowed = max(size * unit**0.6, arrived.size * unit * 64)
+        allowed = max(size * unit**0.6, arrived.size * unit * 64, floor)
         besides = 0.0
         if size and own is not None and not arrived.positions:
             besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
@@ -243,7 +244,8 @@ class Judge:
             weights = self.weights.along(plain, positions=positions)
             # Small entries are compared relative to themselves. But where sums over samples cancel,
             # the rounding errors of the largest entries remain. The weights add no rounding.
-            rounding = min(allowed, max(size, arrived.size) * min(unit * 64, _COARSEST))
+            rounding = max(size, arrived.size) * min(unit * 64, _COARSEST)
+            rounding = min(allowed, max(rounding, floor))
             # In place: for logits of a large vocabulary, fresh memory takes longer than arithmetic.
             bounds = plain.abs().mul_(unit**0.6).clamp_(rounding, allowed)
             errors = ((n, (g / weights).sub_(plain).abs()) for n, g in enumerate(guesses))
@@ -279,6 +281,12 @@ def largest(tensor: Tensor) -> float:
     low, high = tensor.aminmax()  # one pass suffices if all entries are finite
     value = float(torch.maximum(-low, high))
     return value if isfinite(value) else float(tensor.abs().nan_to_num(0, 0, 0).max())
+
+
+def _floor(tensor: Tensor) -> float:
+    """What rounding leaves of any number: below the normal range, steps have a fixed size."""
+    found = torch.finfo(tensor.dtype)
+    return found.tiny * found.eps * 1024
 
 
 def _between(where: str, arrived: Dye, most: int = 8) -> str:

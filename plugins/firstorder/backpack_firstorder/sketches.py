@@ -243,7 +243,7 @@ class Sparse(Sketch):
 
 def even_factors(dim: int, shape: tuple[int, int]) -> tuple[int, int]:
     """Two nearly equal factors of a number, at most rows and columns if possible."""
-    rows, columns = shape
+    rows, columns = (max(1, size) for size in shape)
     divisors = [d for d in range(1, isqrt(dim) + 1) if dim % d == 0]
     pairs = [pair for d in divisors for pair in ((d, dim // d), (dim // d, d))]
 

@@ -54,10 +54,10 @@ class HardtanhRule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """One strictly inside the interval, as input and output both show."""
+        """One strictly inside the interval, as input and output both show; one at NaN."""
         module = cast(Hardtanh, view.module)
         x = _either(view)
-        return ((x > module.min_val) & (x < module.max_val)).to(x.dtype)
+        return (~((x <= module.min_val) | (x >= module.max_val))).to(x.dtype)
 
 
 class LeakyReLURule(ElementwiseRule):
@@ -104,7 +104,7 @@ class ThresholdRule(ElementwiseRule):
         """From the output, if the constant does not exceed the threshold; else from the input."""
         module = cast(Threshold, view.module)
         x = _either(view) if module.value <= module.threshold else view.input
-        return (x > module.threshold).to(x.dtype)
+        return (~(x <= module.threshold)).to(x.dtype)  # one at NaN
 
 
 class ShrinkRule(ElementwiseRule):
@@ -116,7 +116,7 @@ class ShrinkRule(ElementwiseRule):
     def derivative(self, view: View) -> Tensor:
         """One outside ``[-λ, λ]``."""
         x = view.input
-        return (x.abs() > cast(Softshrink, view.module).lambd).to(x.dtype)
+        return (~(x.abs() <= cast(Softshrink, view.module).lambd)).to(x.dtype)  # one at NaN
 
 
 class HardsigmoidRule(ElementwiseRule):

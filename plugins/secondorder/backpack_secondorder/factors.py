@@ -36,7 +36,7 @@ def block(product: SampleProduct) -> Tensor:
     size = product.shape.numel()
     total = product.new_zeros(size, size)
     for _, _, part in product.pieces():
-        vectors = part.reshape(-1, size)
+        vectors = part.reshape(part.shape[:2].numel(), size)
         total = torch.addmm(total, vectors.T, vectors)
     return total
 

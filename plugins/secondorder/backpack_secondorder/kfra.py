@@ -156,14 +156,15 @@ class BatchAveraged(Propagator):
         chosen = range(batch_size) if self.subsampling is None else self.subsampling
 
         rows = quantity.unsqueeze(1).expand(-1, batch_size, -1)
-        for position, half in push(node, {number: rows.reshape(-1, *shape)}).items():
+        for position, half in push(node, {number: rows.reshape(len(rows), *shape)}).items():
             parent = node.next_functions[position][0]
             if parent is None or is_leaf(parent):
                 continue
             if half.shape[1] != batch_size:
                 raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
             turned = rearrange(flattened(half, 2), "o n i -> i n o")
-            full = flattened(push(node, {number: turned.reshape(-1, *shape)})[position], 2)
+            columns = turned.reshape(len(turned), *shape)
+            full = flattened(push(node, {number: columns})[position], 2)
             yield position, full[:, list(chosen)].mean(1)
 
     def products(
