@@ -461,7 +461,7 @@ FAULTS = [
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),
     (case_of(Cube, WrongSecondDerivative), "mean", "DiagHessian"),
-    (case_of(Gain, KeepsColumns), "called_again", "for other columns: keep nothing"),
+    (case_of(Gain, KeepsColumns), "called_again", "inputs or columns: keep nothing"),
     (case_of(Gain, KeepsTheFirstInput), "called_again", "with other inputs"),
     (case_of(Gain, Detaches), "differentiable", "product at 0, differentiated by 'weight'"),
     (case_of(Gain, WithoutGraph), "jac_mat_prod", "derivative of _jac_t_mat_prod by its columns"),
