@@ -40,7 +40,7 @@ class Times:
 
 # Passes after which one is measured that judges nothing, as the first ones of a structure do; and
 # those after which a pass repeats the one before, where they take no longer than these seconds.
-SETTLED, REPEATING, PATIENCE = 5, 40, 2.0
+SETTLED, REPEATING, PATIENCE = 5, 40, 20.0
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
