@@ -220,7 +220,8 @@ def differentiable(run: LayerRun) -> Entries:
     view, rule = View(run.view.call, run.view.index, axis=run.batch_axis), cast(Any, run.rule)
     mat = run.columns(1)
     try:
-        found: dict[Any, Any] = dict(enumerate(rule.jac_t_mat_prod(view, mat) if run.live else ()))
+        asked = run.live and not rule.transparent
+        found: dict[Any, Any] = dict(enumerate(rule.jac_t_mat_prod(view, mat) if asked else ()))
         found |= {n: rule.param_jac_t_mat_prod(view, n, mat).sum(1) for n in run.parameters}
     except (OverwrittenInputError, UnsupportedError):
         return

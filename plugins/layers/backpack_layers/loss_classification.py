@@ -279,7 +279,7 @@ def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]
     weight = module_tensor(whole, "weight")
     if weight is None and target.shape != x.shape:
         kept = (target != setting(whole, "ignore_index")).to(x.dtype)
-        return kept, kept.sum().clamp(min=1)  # none if every target is ignored
+        return kept, kept.sum()
     weight = x.new_ones(x.shape[1]) if weight is None else weight
     uniform = smoothing * weight.mean()
     if target.shape == x.shape:
@@ -288,15 +288,18 @@ def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]
     kept = target != setting(whole, "ignore_index")
     # The ignored index may lie outside the classes.
     weighted = weight[torch.where(kept, target.long(), 0)] * kept
-    # If every target is ignored, torch's gradient is zero; it is NaN if those that count weigh
-    # nothing.
-    return (1 - smoothing) * weighted + uniform * kept, weighted.sum() + ~kept.any()
+    return (1 - smoothing) * weighted + uniform * kept, weighted.sum()
 
 
 def _factor(view: View) -> Tensor:
     """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
     weight, divisor = _target_weight(view, setting(view, "label_smoothing"))
     if setting(view, "reduction") == "mean":
+        if isinstance(divisor, Tensor):
+            # If every target is ignored, torch's gradient is zero; it is NaN if those that count
+            # weigh nothing.
+            target = tensor(view.full, "target")
+            divisor = divisor + ~(target != setting(view, "ignore_index")).any()
         weight = weight / divisor
     return _by_position(restrict(view, weight).unsqueeze(1))
 
