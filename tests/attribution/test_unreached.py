@@ -167,6 +167,11 @@ def test_the_exact_matrix_couples_parameters_that_queries_do_not_reach() -> None
     )
     expected = own @ torch.linalg.solve(matrix, query.T)
     assert_close(torch.as_tensor(found.values), expected)
-    ends = [((X[:2], torch.ones(2)), targets[:2])]
-    method = Influence(damping=0.1, refine=3, curvature_loader=[(X, targets)])
-    assert self_influence(model, squares, ends, method, progress=False).values.shape == (2, 1)
+    ends, own = [((X[:2], torch.ones(2)), targets[:2])], torch.zeros(2, len(matrix))
+    own[:, : first.shape[1]] = gradients(model.first, (X[:2], targets[:2]), squares)
+    method = Influence(damping=0.1, refine=100, rtol=1e-12, curvature_loader=[(X, targets)])
+    found = self_influence(model, squares, ends, method, progress=False)
+    # Curvature of eight samples, for a sum over two.
+    matrix = 2 / 8 * 2 * rows.T @ rows + 0.1 * torch.eye(rows.shape[1])
+    expected = (own @ torch.linalg.solve(matrix, own.T)).diagonal().unsqueeze(1)
+    assert_close(torch.as_tensor(found.values), expected)
