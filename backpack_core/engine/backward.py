@@ -1,4 +1,4 @@
-"""One backward pass of autograd under one context, what our hooks do in it, and who observes it.
+"""One backward pass of autograd under one context, and what our hooks do in it.
 
 Autograd runs hooks in topological order: when the hook on an output fires, every consumer of that
 output has been visited. So a quantity waits where it was sent, at a call's output or at an autograd
@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,102 +17,19 @@ from torch import Tensor
 
 from backpack_core._torch import Node, keeps_graph
 from backpack_core.autocast import without_autocast
-from backpack_core.contract.observer import Grads, Observer, Options
+from backpack_core.contract.observer import Grads, Options
 from backpack_core.contract.rules import normaliser_of
-from backpack_core.engine.active import Context, ExtensionHook, logger
+from backpack_core.engine.active import Context
 from backpack_core.engine.between import Planning
 from backpack_core.engine.chain import between
 from backpack_core.engine.location import changed_gradient, place, place_between
+from backpack_core.engine.observers import answers, overriding, own_observers, returned_by_libraries
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import clear, replaced
-from backpack_core.errors import PluginCodeError
 from backpack_core.graph import Survey
-from backpack_core.plugins.loading import missing
-from backpack_core.plugins.registration import hooks
 from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
-
-
-class Shown(Observer):
-    """Calls a function with the view of each visit: ``observer``, or one that logs."""
-
-    def __init__(self, function: Callable[[View], None]) -> None:
-        self._function = function
-
-    def before(self, view: View) -> None:
-        """Call it before anything is read."""
-        self._function(view)
-
-
-def log(view: View) -> None:
-    """Log the module of a visit, the shape of its output, and the rule."""
-    shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
-    logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)
-
-
-class Hooked(Observer):
-    """Calls ``extension_hook`` with each module."""
-
-    needs_autograd = True
-
-    def __init__(self, function: ExtensionHook, survey: Survey) -> None:
-        self._function, self._survey = function, survey
-
-    def after(self, view: View) -> None:
-        """Call it with the visited module, unless operations go on using its parameters."""
-        if view.call not in self._survey.freed:
-            self._function(view.call.module)
-
-
-def own_observers(context: Context, survey: Survey) -> list[Observer]:
-    """Those of core's own observers that were asked for."""
-    shown = context.observer, log if context.debug else None
-    found: list[Observer] = [Shown(function) for function in shown if function is not None]
-    hook = context.extension_hook
-    return found if hook is None else [*found, Hooked(hook, survey)]
-
-
-def observers_of_libraries(run: Any) -> list[Observer]:
-    """The observers that libraries return for a pass.
-
-    Raises:
-        PluginCodeError: A library returned something other than an observer.
-        MissingPluginError: No installed library implements an argument of ``backpack(...)``.
-    """
-    found: list[Observer] = hooks.backpack_run(run=run)
-    for observer in found:
-        given: object = observer
-        if not isinstance(given, Observer):
-            raise PluginCodeError(f"backpack_run must return an Observer. Got {given!r:.80}.")
-    for argument, word, library in _answered_by(run.context):
-        if not answers(found, argument):
-            raise missing(
-                f"backpack({argument}={word!r}) needs a library that is not there: "
-                f"pip install {library}.",
-                library.removeprefix("backpack-"),
-            )
-    return found
-
-
-def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
-    """The arguments that core leaves to libraries: name, value, and the library."""
-    if context.check == "always":
-        yield "check", context.check, "backpack-checks"
-    if context.gradient != "autograd":
-        yield "gradient", context.gradient, "backpack-interplay"
-
-
-def answers(observers: Iterable[Observer], argument: str) -> bool:
-    """Whether any observer implements an argument of ``backpack(...)``."""
-    return any(argument in observer.answers for observer in observers)
-
-
-def overriding(observers: Iterable[Observer], method: str) -> tuple[Callable[..., Any], ...]:
-    """The bound method of each observer whose class overrides it."""
-    bound = [getattr(observer, method) for observer in observers]
-    default = getattr(Observer, method)
-    return tuple([each for each in bound if getattr(each, "__func__", None) is not default])
 
 
 class Arguments(NamedTuple):
@@ -130,11 +47,8 @@ class Arguments(NamedTuple):
 
     def entries(self) -> list[tuple[Edge, Tensor | None]]:
         """The edge of each root, with its gradient; a root that is a leaf has no edge."""
-        found = []
-        for root, gradient in zip(self.roots, self.gradients, strict=True):
-            edge = _edge_of(root)
-            found += [] if edge is None else [(edge, gradient)]
-        return found
+        pairs = zip(map(_edge_of, self.roots), self.gradients, strict=True)
+        return [(edge, gradient) for edge, gradient in pairs if edge is not None]
 
     def returned(self) -> set[Node]:
         """The nodes of ``inputs``, without leaves."""
@@ -222,7 +136,7 @@ class BackwardPass:
         context, survey = self.context, self.survey
         if self.is_outermost:  # a part has no share in what is read off the graph as a whole
             self.observers[:0] = [extension.attend(self) for extension in context.whole]
-        self.observers += observers_of_libraries(self)
+        self.observers += returned_by_libraries(self)
         is_known = self.is_announced and self.is_outermost
         self._planning = planning = self.between.planning(self.roots if is_known else ())
         survey.is_planned = planning.take(self)

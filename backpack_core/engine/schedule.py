@@ -101,15 +101,12 @@ class Schedule:
             self.between.leave(self, lane, edge, wide, own)
             return
         key = (site.call, site.index, lane)
-        before = self._at_sites.get(key)
-        if before is None:
+        before = self._at_sites.get(key, NOTHING)
+        if before is NOTHING:
             self.await_site(site)
-            self._at_sites[key] = Waiting(wide, own)
-        else:
-            merge = self.groups[lane].propagator.merge
-            self._at_sites[key] = Waiting(
-                add(merge, before.wide, wide), add(merge, before.own, own)
-            )
+        merge = self.groups[lane].propagator.merge
+        wide, own = add(merge, before.wide, wide), add(merge, before.own, own)
+        self._at_sites[key] = Waiting(wide, own)
 
     def take(self, lane: int, site: Site) -> Waiting:
         """Take what waits at an output of a call that is being visited."""

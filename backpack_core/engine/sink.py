@@ -55,8 +55,7 @@ def clear(
     fields = [extension.savefield for extension in context.extensions]
     models = owners_of(call.module for call in calls)
     before = [_last.get(model, (None, ())) for model in models]
-    for model in models:
-        _last[model] = plan, fields
+    _last.update(dict.fromkeys(models, (plan, fields)))
     # Memory that is offered and not written again would only take space.
     offers = not context.keeps_results and all(fields == known for _, known in before)
     if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
@@ -77,8 +76,7 @@ def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
         models: The models.
         fields: The names of the results, whose memory the next pass may write again.
     """
-    for model in models:
-        _last[model] = None, fields
+    _last.update(dict.fromkeys(models, (None, fields)))
 
 
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses

@@ -13,7 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing import loss_checks, merging_checks, net_checks, oracle, rule_checks
+from backpack_core.testing import (
+    declaration_checks,
+    loss_checks,
+    merging_checks,
+    net_checks,
+    oracle,
+    product_checks,
+)
 from backpack_core.testing.cases import SAMPLES, Case, RuleCase
 from backpack_core.testing.compare import agree, finite
 from backpack_core.testing.layer_run import LayerRun, shared_run_of, traits
@@ -172,7 +179,8 @@ def _in(module: ModuleType, name: str) -> Any:
     return partial(in_situation, name=name) if name in SITUATIONS and not found else found
 
 
-_RULE: dict[ModuleType, Callable[[Any], Any]] = {rule_checks: shared_run_of, net_checks: nets_of}
+_OF_CALLS = dict.fromkeys((product_checks, declaration_checks), shared_run_of)
+_RULE: dict[ModuleType, Callable[[Any], Any]] = {**_OF_CALLS, net_checks: nets_of}
 OF_METHODS = tuple(_table(METHODS, _RULE))
 
 # By kind of case. A test pins each list: a check that is removed is removed for all authors.

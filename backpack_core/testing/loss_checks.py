@@ -20,8 +20,8 @@ from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses,
 from backpack_core.testing.layer_run import COLUMNS, run_layer
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
+from backpack_core.testing.product_checks import CHANGED, change
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
-from backpack_core.testing.rule_checks import CHANGED, change
 from backpack_products.loss import HessianLossRule
 from backpack_products.some_samples import subsample
 

@@ -631,8 +631,8 @@ class Looking(Observer):
 
 def test_observers_of_others_see_every_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, seen = Twin(NETS["mlp"].make()), list[str]()
-    own = backward.observers_of_libraries
-    monkeypatch.setattr(backward, "observers_of_libraries", lambda run: [*own(run), Looking(seen)])
+    own = backward.returned_by_libraries
+    monkeypatch.setattr(backward, "returned_by_libraries", lambda run: [*own(run), Looking(seen)])
     for number in range(PASSES):
         ours.step(NETS["mlp"].draw(4), BatchGrad())
         assert len(seen) == 6 * (number + 1)

@@ -7,7 +7,8 @@ from collections.abc import Collection
 from typing import Any
 
 from backpack_core.contract.observer import Grads, Observer
-from backpack_core.engine.backward import BackwardPass, Hooked, Shown
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.observers import Hooked, Shown
 from backpack_operations.plan import Planned
 from backpack_operations.structure import Structure
 
