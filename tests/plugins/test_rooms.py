@@ -78,9 +78,9 @@ def tier_of(package: str) -> set[str]:
 OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contexts contractions derivatives elementwise "
-        "extensions factors fingerprint lookup loss merging multiply open_functions operations "
-        "owned parametric product ranks recycled rows sameness scale some_samples substitutes "
-        "transposition tuning values",
+        "extensions factors fingerprint host_functions lookup loss merging multiply open_functions "
+        "operations owned parametric product ranks recycled rows sameness scale some_samples "
+        "substitutes transposition tuning values",
         "overrides regrouping",
     ),
     "backpack_operations": (

@@ -25,6 +25,7 @@ from backpack_capture.program import (
     numbers,
     refs_in,
 )
+from backpack_products.host_functions import NAMESPACE
 from backpack_products.recycled import SMALLEST
 
 aten = torch.ops.aten
@@ -72,10 +73,12 @@ class Recorder(TorchDispatchMode):
         is_lifting: Whether a tensor is being made of Python numbers that do not come from a tensor.
         reads_are_assumptions: Whether Python may read a value: a replay then reads it again.
         runs_kernels: Whether operations run unchanged, so that any kernel may be called.
+        runs_host_functions: Whether a :class:`HostFunction` may be called.
     """
 
     reads_are_assumptions = True
     runs_kernels: Final = True
+    runs_host_functions: Final = True
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ def _reason_against(func: Any, types: Any) -> str | None:
     other = [kind for kind in types if kind not in (Tensor, torch.nn.Parameter)]
     if other:
         return f"it has a tensor of type {other[0].__name__}"
-    if not (name.startswith("aten::") or name in _FUNCTIONS):
+    if not (name.startswith(("aten::", f"{NAMESPACE}::")) or name in _FUNCTIONS):
         return f"it calls {name}, and only its author knows what that does"
     if name == "aten::mkldnn_rnn_layer":
         return (

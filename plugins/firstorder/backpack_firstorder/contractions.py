@@ -34,6 +34,7 @@ from backpack_products.contractions import (
     square_sum,
     sums,
 )
+from backpack_products.host_functions import HostFunction
 from backpack_products.multiply import multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import Rows, whole
@@ -170,8 +171,9 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     their own largest entry. Factors of different positions may thus differ by any magnitude. On the
     host, nothing is divided if a check shows that no digits were lost.
     """
-    squares = _squares_in_range(out, inp)
-    return _scaled_norm(out, inp) if squares is None else Norm(squares)
+    if may_look(squares_by_gram, out, inp):
+        return Norm(squares_by_gram(out, inp))
+    return _scaled_norm(out, inp)
 
 
 def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
@@ -196,10 +198,9 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
     return Norm(torch.cat(squares, 1).clamp(min=0), torch.cat(scales, 1)).wide()
 
 
-def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
-    """Squared norms from Gram matrices of unscaled factors; ``None`` if digits may be lost."""
-    if not may_look(out):
-        return None
+@HostFunction
+def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
+    """Squared norms from Gram matrices of unscaled factors, unless digits may be lost."""
     squares, lost = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
@@ -214,7 +215,7 @@ def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
     limit = torch.finfo(out.dtype)
     least = lost.mul_(_DIGITS * limit.tiny * out.shape[2] ** 2)
     is_kept = bool(((squares > least) & (squares < limit.max)).all())
-    return squares.double() if is_kept else None
+    return squares.double() if is_kept else _scaled_norm(out, inp).squares
 
 
 def _gram(mat: Tensor) -> list[Tensor]:

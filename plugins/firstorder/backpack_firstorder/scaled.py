@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from backpack_products.contractions import flattened, square_norm_of
+from backpack_products.host_functions import HostFunction
 from backpack_products.tuning import CACHE, memory_budget, piece_size
-from backpack_products.values import at_least_single, is_at_hand
+from backpack_products.values import at_least_single
 
 # Devices without double precision.
 _SINGLE_ONLY = {"mps"}
@@ -126,34 +127,38 @@ def vector_norm(mat: Tensor, lead: int) -> Norm:
         return Norm(square_norm_of(flat / scale.unsqueeze(-1)), scale)
     if torch.is_grad_enabled():
         return Norm(square_norm_of(flat.to(wide)))
-    squares = _squares_in_range(flat)
-    if squares is not None:
-        return Norm(squares)
+    if flat.numel() >= _FEW and may_look(squares_of_rows, flat):
+        return Norm(squares_of_rows(flat))
+    return Norm(_wide_squares(flat, wide))
+
+
+def _wide_squares(flat: Tensor, wide: torch.dtype) -> Tensor:
+    """``Σ_k flat[..., k]²`` in double precision."""
     most, size = memory_budget(), flat.nbytes
     if flat.device.type == "cpu":
         most = piece_size(CACHE // 2)
     if size <= most:
-        return Norm(torch.linalg.vector_norm(flat, dim=-1, dtype=wide).square_())
+        squares: Tensor = torch.linalg.vector_norm(flat, dim=-1, dtype=wide).square_()
+        return squares
     # Torch copies what it casts: parts of it stay in the cache.
-    axis = max(range(lead), key=flat.shape.__getitem__)
+    axis = max(range(flat.dim() - 1), key=flat.shape.__getitem__)
     parts = flat.split(max(1, flat.shape[axis] * most // size), axis)
     norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts]
-    return Norm(torch.cat(norms, axis).square_())
+    return torch.cat(norms, axis).square_()
 
 
-def _squares_in_range(flat: Tensor) -> Tensor | None:
-    """``Σ_k flat[..., k]²`` from single precision; ``None`` if a square may be out of range."""
-    if flat.numel() < _FEW or not may_look(flat):
-        return None
+@HostFunction
+def squares_of_rows(flat: Tensor) -> Tensor:
+    """``Σ_k flat[..., k]²``, from single precision unless a square may be out of range."""
     norms = [torch.linalg.vector_norm(some, dim=-1) for some in flat.split(_ADDED, -1)]
     squares = reduce(torch.add, (norm.double().square_() for norm in norms))
     is_kept = bool(((squares > _LEAST) & (squares < _MOST)).all())  # false if one is not a number
-    return squares if is_kept else None
+    return squares if is_kept else _wide_squares(flat, torch.float64)
 
 
-def may_look(mat: Tensor) -> bool:
-    """Whether squares may be computed in single precision first, and checked."""
-    return mat.dtype is torch.float32 and wider(mat) is not None and is_at_hand(mat)
+def may_look(function: HostFunction, mat: Tensor, *others: Any) -> bool:
+    """Whether squares may be computed by a function in single precision first, and checked."""
+    return mat.dtype is torch.float32 and wider(mat) is not None and function.takes(mat, *others)
 
 
 def wider(like: Tensor) -> torch.dtype | None:

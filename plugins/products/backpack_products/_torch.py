@@ -74,13 +74,13 @@ def is_on_host(*tensors: Tensor, allowed: str = "runs_kernels") -> bool:
     )
 
 
-def is_at_hand(tensor: Tensor) -> bool:
-    """Whether reading a tensor's values is free: they are on the host, and nothing records reads.
+def reads_are_recorded() -> bool:
+    """Whether Python may read values where operations run: nothing records, or reads, too.
 
-    Modes that record operations do not allow it, except for modes with ``reads_are_assumptions``:
-    these take the values that are read for constants.
+    A mode with ``reads_are_assumptions`` takes the values that are read for constants.
     """
-    return not torch.is_grad_enabled() and is_on_host(tensor, allowed="reads_are_assumptions")
+    mode = _get_current_dispatch_mode()
+    return mode is None or bool(getattr(mode, "reads_are_assumptions", False))
 
 
 # A block without dispatch modes, so that none records a comparison of times.
