@@ -163,9 +163,13 @@ PAGES = (
     Page(
         "firstorder",
         "backpack_firstorder",
-        "[Individual gradients as products](../sample-gradients.md), projected and divided.",
+        "[Individual gradients as products](../sample-gradients.md), projected and divided; and "
+        "clipped sums, for classes that derive from theirs.",
         ("backpack_firstorder",),
-        ("backpack_firstorder.tokens.Per", "backpack_firstorder.tokens.as_per"),
+        (
+            *("backpack_firstorder.tokens.Per", "backpack_firstorder.tokens.as_per"),
+            "backpack_firstorder.clipping.ClippedSumGrad",
+        ),
     ),
     Page(
         "errors",

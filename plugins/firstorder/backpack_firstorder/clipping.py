@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ class ClippedSumGrad(FirstOrderExtension):
 
     def finish(
         self, values: Mapping[Tensor, Handle], normalisers: Sequence[Normaliser] = ()
-    ) -> dict[Tensor, Tensor]:
+    ) -> dict[Tensor, Any]:
         """Weights from the norms, then the weighted sums.
 
         Args:
@@ -209,11 +209,29 @@ class ClippedSumGrad(FirstOrderExtension):
         Raises:
             UsageError: The losses divide by several numbers.
         """
+        return self.clipped(values, normalisers)[0]
+
+    def clipped(
+        self, values: Mapping[Tensor, Handle], normalisers: Sequence[Normaliser]
+    ) -> tuple[dict[Tensor, Tensor], dict[Hashable, Tensor]]:
+        """The clipped sums, and the norms that they were clipped by.
+
+        Args:
+            values: See :meth:`finish`.
+            normalisers: See :meth:`finish`.
+
+        Returns:
+            The sum for each parameter, ``[*θ]``; and by the key of parameters that are clipped
+            together, the norms ``‖g_n‖``, ``[N]``.
+
+        Raises:
+            UsageError: The losses divide by several numbers.
+        """
         is_measured = all(handle.is_measured for handle in values.values())
         factor = factor_of(self.scale, self.normaliser, normalisers, is_measured)
         groups: dict[Hashable, dict[Tensor, Handle]] = {}
         for parameter, handle in values.items():
-            key = self._group(parameter, handle.module)
+            key = self.group(parameter, handle.module)
             groups.setdefault(key, {})[parameter] = handle
         tables = {key: _table(handles) for key, handles in groups.items()}
         norms = {key: _norms(groups[key], table) / factor for key, table in tables.items()}
@@ -221,9 +239,9 @@ class ClippedSumGrad(FirstOrderExtension):
         sums: dict[Tensor, Tensor] = {}
         for key, handles in groups.items():
             sums.update(_sums(handles, tables[key], weights[key] / factor))
-        return {parameter: sums[parameter].to(parameter.dtype) for parameter in values}
+        return {parameter: sums[parameter].to(parameter.dtype) for parameter in values}, norms
 
-    def _group(self, parameter: Tensor, module: Module | None) -> Hashable:
+    def group(self, parameter: Tensor, module: Module | None) -> Hashable:
         """The key of the parameters that are clipped together with this one."""
         if callable(self.clipping):
             return self.clipping(parameter, module)

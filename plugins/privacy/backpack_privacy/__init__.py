@@ -1,5 +1,6 @@
 """Differentially private training with individual gradients."""
 
+from backpack_core.contract.bases import declare_only_computes
 from backpack_privacy.accounting import Accountant, Spent
 from backpack_privacy.clipping import AdaptiveClipping, Clipping
 from backpack_privacy.making import make_private
@@ -19,3 +20,5 @@ __all__ = [
     "make_private",
     "replace_batch_norm",
 ]
+
+declare_only_computes(__name__)

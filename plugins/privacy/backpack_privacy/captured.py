@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import count
 from math import ceil, sqrt
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ class CapturedPass(Pass):
     """A pass in a block that belongs to the captured step."""
 
     is_watched = False  # hooks run only in passes of the engine, where ``_Seen`` looks
+    _norms: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def rows(self) -> int:
@@ -48,6 +50,11 @@ class CapturedPass(Pass):
             norms: For each group, shape ``[N]``.
         """
         self._norms = {name: found[: self._draw.units] for name, found in norms.items()}
+
+    def found(self) -> tuple[Mapping[Tensor, Tensor], Mapping[str, Tensor]]:
+        """See the base class."""
+        groups = self._sums.groups
+        return {p: vars(p)[FIELD] for p in groups if FIELD in vars(p)}, self._norms
 
 
 class _Given:

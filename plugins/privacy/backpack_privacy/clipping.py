@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import exp, hypot, inf, sqrt
 from typing import Any, Literal, TypeAlias
@@ -130,13 +131,17 @@ class Clipping:
         Raises:
             UsageError: The user's function exceeds the bound.
         """
-        if self._weights == "clip":
-            return (bound * norms.reciprocal()).clamp(max=1.0)  # the same if bound is a tensor
-        if self._weights == "automatic":
-            return bound * (norms + STABILITY).reciprocal()
-        found = self._weights(norms, bound)
-        _check_weights(found, norms, bound)
-        return found
+        return _weights_of(self._weights, norms, bound)
+
+    def weighing(self) -> Callable[[Mapping[Hashable, Tensor]], dict[Hashable, Tensor]]:
+        """The function from the norms of all groups to weights, as ``ClippedSumGrad`` takes it."""
+        if callable(self._weights) or type(self).weights is not Clipping.weights:
+            return self._weigh
+        return Weighing(self._weights, tuple(self.bounds.items()))
+
+    def _weigh(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+        bounds = self.bounds
+        return {name: self.weights(found, bounds[str(name)]) for name, found in norms.items()}
 
     def noise_multiplier(self, total: float) -> float:
         """The noise on the sum, relative to the sensitivity, if a step has ``total`` in all."""
@@ -249,6 +254,34 @@ class AdaptiveClipping(Clipping):
         """See the class."""
         for name, bound in self.bounds.items():
             self.bounds[name] = bound * exp(-self.rate * (kept[name] - self.quantile))
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """A function from norms to weights; equal ones compute the same, so steps are recorded.
+
+    Attributes:
+        kind: The argument of :class:`Clipping`.
+        bounds: Names of groups, and their bounds.
+    """
+
+    kind: str
+    bounds: tuple[tuple[str, float], ...]
+
+    def __call__(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+        """The weights ``[N]`` of each group, from norms ``[N]``."""
+        bounds = dict(self.bounds)
+        return {n: _weights_of(self.kind, found, bounds[str(n)]) for n, found in norms.items()}
+
+
+def _weights_of(kind: str | Callable[..., Any], norms: Tensor, bound: float) -> Tensor:
+    if kind == "clip":
+        return (bound * norms.reciprocal()).clamp(max=1.0)  # the same if bound is a tensor
+    if not callable(kind):  # automatic
+        return bound * (norms + STABILITY).reciprocal()
+    found: Tensor = kind(norms, bound)
+    _check_weights(found, norms, bound)
+    return found
 
 
 def _check_bound(bound: Any, name: str) -> None:

@@ -30,7 +30,7 @@ from backpack_privacy.refusals import (
 from backpack_privacy.release import Budget, Release, Spending
 from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.scalers import Scalers
-from backpack_privacy.sums import Pass, Sums, Told
+from backpack_privacy.sums import Pass, SinglePass, Sums, Told
 from backpack_privacy.waiting import Waiting
 from backpack_privacy.watching import Buffers, Forwards
 
@@ -123,7 +123,7 @@ class Private(Spending):
         """
         check_number(loss)
         scale = 1.0 if scaler is None else scaler.get_scale()
-        with self.recording(scale, normaliser):
+        with self.recording(scale, normaliser, SinglePass if backward is None else Pass):
             if backward is not None:
                 _by_function(backward, loss, scale)
             else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.nn import Module
 
 from backpack_core import View, backpack
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_firstorder.clipping import ClippedSumGrad
 from backpack_interplay.shards import shards_in
 from backpack_privacy.clipping import Clipping
 from backpack_privacy.divisors import Divisor, Divisors, divisor_of
@@ -50,6 +53,7 @@ class Sums:
     """Adds up clipped gradients over the parts of a batch.
 
     Attributes:
+        number: Another one for each object.
         norms: The norms of the samples' gradients so far, for each group.
         divisors: Compares what losses divide by, in all batches.
         is_complete: Whether all parts were added.
@@ -64,6 +68,8 @@ class Sums:
             clipping: The bounds.
             model: The model with these parameters.
         """
+        self.number = next(_NUMBERS)
+        _ALL[self.number] = self
         self._model, self._shards = model, dict[Tensor, Tensor]()
         self._named, self._clipping = named, clipping
         self._groups = clipping.bind(named)
@@ -79,17 +85,17 @@ class Sums:
         }
         self.is_complete = self.is_partial = False
 
-    def add(self, draw: Draw, seen: Mapping[str, Tensor]) -> None:
-        """Add the values that a backward pass has left on the parameters.
+    def add(self, draw: Draw, sums: Mapping[Tensor, Tensor], seen: Mapping[str, Tensor]) -> None:
+        """Add what a backward pass has computed.
 
         Args:
             draw: The draw of the pass.
-            seen: The norms that the pass has seen.
+            sums: The sum for each parameter that the pass reached.
+            seen: The norms of the samples, for each group.
 
         Raises:
             UsageError: Other samples took part than those that were drawn.
         """
-        sums = {p: vars(p)[FIELD] for p in self._groups if FIELD in vars(p)}
         for found in sums.values():
             _check_precision(found)  # in every process: otherwise the others wait for this one
         if not draw.units:  # the model ran for other processes
@@ -114,9 +120,10 @@ class Sums:
             self.norms[name] = torch.cat([known.to(norms), norms])
         self.is_complete, self.is_partial = draw.is_last, not draw.is_last
 
-    def parameters(self) -> Iterator[Tensor]:
-        """The trained parameters."""
-        return iter(self._groups)
+    @property
+    def groups(self) -> Mapping[Tensor, str]:
+        """The name of the group of each trained parameter."""
+        return self._groups
 
     def totals(self) -> dict[Tensor, Tensor]:
         """The sum for each trained parameter, at least in single precision."""
@@ -139,6 +146,46 @@ class Sums:
         return found
 
 
+_NUMBERS = count()
+_ALL: WeakValueDictionary[int, Sums] = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class GroupOf:
+    """The group of a parameter, by the number of its sums: equal ones give the same groups."""
+
+    number: int
+
+    def __call__(self, parameter: Tensor, module: Module | None) -> str:
+        """See :meth:`Sums.group_of`."""
+        return _ALL[self.number].group_of(parameter, module)
+
+
+class Summed(NamedTuple):
+    """What a pass stores on a parameter.
+
+    Attributes:
+        total: The clipped sum, ``[*θ]``.
+        norms: The norms of the group, ``[N]``, with its first parameter; ``None`` with others.
+    """
+
+    total: Tensor
+    norms: Tensor | None
+
+
+class PrivateSum(ClippedSumGrad):
+    """Clipped sums, with the norms that they were clipped by: a recorded pass stores both."""
+
+    def finish(
+        self, values: Mapping[Tensor, Any], normalisers: Sequence[Any] = ()
+    ) -> dict[Tensor, Summed]:
+        """See the base class."""
+        sums, norms = self.clipped(values, normalisers)
+        left = {name: found.detach() for name, found in norms.items()}
+        groups = {p: self.group(p, handle.module) for p, handle in values.items()}
+        return {p: Summed(sums[p], left.pop(name, None)) for p, name in groups.items()}
+
+
 def _zeros(parameter: Tensor) -> Tensor:
     """The shape of the whole parameter, even if it is sharded."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -159,9 +206,12 @@ class Pass:
 
     Attributes:
         is_watched: Whether hooks see its forward pass.
+        is_single: Whether ``backward()`` is called once for certain. Otherwise that is checked, and
+            the pass repeats no recording.
     """
 
     is_watched = True
+    is_single = False
 
     def __init__(self, sums: Sums, clipping: Clipping, draw: Draw) -> None:
         """Store the parts of the pass.
@@ -172,8 +222,8 @@ class Pass:
             draw: What was drawn.
         """
         self._sums, self._clipping, self._draw = sums, clipping, draw
-        self._norms: dict[str, Tensor] = {}
         self._said, self._scale, self._divisors = 1.0, 1.0, list[Divisor]()
+        self._has_run = False
         self._block = ExitStack()
 
     def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
@@ -185,19 +235,17 @@ class Pass:
             is_wrapped: Whether the model is inside ``DistributedDataParallel``, which refuses
                 passes that leave out gradients.
         """
-        from backpack_core.extensions import ClippedSumGrad  # loads the plugins
-
         if told.normaliser is not None:
             normaliser = told.normaliser
         elif normaliser == "samples":
             normaliser = len(self._draw.rows)
-        extension = ClippedSumGrad(
+        extension = PrivateSum(
             torch.inf,
-            self._sums.group_of,
+            GroupOf(self._sums.number),
             savefield=FIELD,
             scale=told.scale,
             normaliser=normaliser,
-            weights=self._weights,
+            weights=self._clipping.weighing() if self.is_single else self._weights,
         )
         gradient: Any = "shared" if is_wrapped else "none"
         look = None
@@ -212,14 +260,20 @@ class Pass:
         self._divisors += [] if divisor is None else [divisor]
 
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
-        if self._norms:
+        if self._has_run:
             raise UsageError(
                 "Two backward passes ran in one `with private:`, and only the last would count. "
                 "Add up the losses, and call backward() once."
             )
-        self._norms = {str(name): found.detach() for name, found in norms.items()}
-        bounds = self._clipping.bounds
-        return {n: self._clipping.weights(found, bounds[str(n)]) for n, found in norms.items()}
+        self._has_run = True
+        return self._clipping.weighing()(norms)
+
+    def found(self) -> tuple[Mapping[Tensor, Tensor], Mapping[str, Tensor]]:
+        """The sum for each parameter, and the norms of the samples for each group."""
+        groups = self._sums.groups
+        values = {p: vars(p)[FIELD] for p in groups if FIELD in vars(p)}
+        norms = {groups[p]: v.norms for p, v in values.items() if v.norms is not None}
+        return {parameter: value.total for parameter, value in values.items()}, norms
 
     def end(self, *error: Any) -> None:
         """Leave the block; without an error, take the sums.
@@ -233,19 +287,25 @@ class Pass:
         try:
             self._block.__exit__(*error)
             if error[0] is None:
-                self._sums.add(self._draw, self._norms)
+                self._sums.add(self._draw, *self.found())
                 if self._draw.units:
                     self._sums.divisors.check(self._said, self._divisors)
         except Exception:
             self._sums.forget()
             raise
         finally:
-            for parameter in self._sums.parameters():
+            for parameter in self._sums.groups:
                 parameter.grad = None
                 vars(parameter).pop(FIELD, None)
         if error[0] is not None:
             self._sums.forget()
             _explain(error[1])
+
+
+class SinglePass(Pass):
+    """The pass of ``private.step(loss)``, which calls ``loss.backward()`` itself."""
+
+    is_single = True
 
 
 def _explain(error: Any) -> None:
