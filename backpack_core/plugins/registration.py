@@ -19,7 +19,17 @@ from backpack_core.plugins.registry import Contribution, contributions, hook_of,
 from backpack_core.preferences import Provenance
 from backpack_core.record import storage
 
-manager: Final = pluggy.PluginManager(PROJECT)
+
+class _Manager(pluggy.PluginManager):
+    """Finds hooks of a class by their names: its other attributes are many, and slow to look at."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        """The options of an implementation; ``None`` for other attributes."""
+        is_other = isinstance(plugin, type) and not name.startswith(f"{PROJECT}_")
+        return None if is_other else super().parse_hookimpl_opts(plugin, name)
+
+
+manager: Final = _Manager(PROJECT)
 manager.add_hookspecs(hookspecs)
 hooks: Final = manager.hook
 
@@ -56,8 +66,7 @@ def _key(provenance: Provenance) -> str:
 def enter(obj: Any, provenance: Provenance) -> None:
     """Register everything that a plugin contributes, or nothing."""
     _check_version(obj, provenance)
-    other = manager.get_name(obj)
-    if other is not None:
+    if (other := manager.get_name(obj)) is not None:
         raise errors.PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
     source = getattr(sys.modules.get(str(getattr(obj, "__module__", ""))), "__file__", None)
     if source and provenance.distribution:
@@ -123,8 +132,7 @@ def declared_api(obj: Any) -> set[int]:
     """
     module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
     for level in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
-        declared = getattr(level, "backpack_api", None)
-        if declared is not None:
+        if (declared := getattr(level, "backpack_api", None)) is not None:
             versions = declared if isinstance(declared, (tuple, list, set)) else (declared,)
             if not versions or not all(type(version) is int for version in versions):
                 raise errors.PluginError(
@@ -136,8 +144,7 @@ def declared_api(obj: Any) -> set[int]:
 
 
 def _check_version(obj: Any, provenance: Provenance) -> None:
-    declared = declared_api(obj)
-    if declared & SUPPORTED_API:
+    if (declared := declared_api(obj)) & SUPPORTED_API:
         return
     ours = ", ".join(map(str, sorted(SUPPORTED_API)))
     raise errors.PluginVersionError(
@@ -169,8 +176,7 @@ def register(obj: Any, name: str | None = None) -> Any:
     name = name or name_of(obj)
     provenance = Provenance(name)
     with lock:
-        earlier = manager.get_plugin(_key(provenance))
-        if earlier is not None:
+        if (earlier := manager.get_plugin(_key(provenance))) is not None:
             if not _is_rerun(earlier, obj):
                 raise errors.PluginConflictError(
                     f"A plugin named {name!r} is registered already: pass another name, or call "

@@ -20,6 +20,7 @@ from backpack_core.contract.bases import BASES, Candidate, judge
 from backpack_core.contract.rules import MODULE_TYPES, LayerRule, is_module_type
 from backpack_products.open_functions import Operation
 
+_STARS: Final = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
 # Declarations that are tuples: what the entries are, in words, and a function that accepts one.
 _ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
@@ -77,12 +78,21 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
         has = next(base for base in BASES if name in dir(base))
         yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
         return
-    overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)
-    if isinstance(value, FunctionType) and isinstance(overridden, FunctionType):
+    overridden: Any = next((vars(c)[name] for c in bases if name in vars(c)), None)
+    are_functions = isinstance(value, FunctionType) and isinstance(overridden, FunctionType)
+    if are_functions and not _takes_the_same(value, overridden):  # signatures would take long
         asked = inspect.signature(overridden)
         if fault := _call_fault(value, len(asked.parameters)):
             yield f"{name} is called as {name}{asked}: {fault}"
     yield from _wrong_kind(name, value, known[name])
+
+
+def _takes_the_same(function: Any, other: Any) -> bool:
+    """Whether two plain functions have as many arguments, all of them by position."""
+    codes = function.__code__, other.__code__
+    counts = {(code.co_argcount, code.co_kwonlyargcount) for code in codes}
+    is_plain = not any(code.co_flags & _STARS for code in codes)
+    return is_plain and len(counts) == 1 and not codes[0].co_kwonlyargcount
 
 
 def _call_fault(function: Callable[..., Any], count: int) -> str:
