@@ -235,6 +235,9 @@ class Pass:
             is_wrapped: Whether the model is inside ``DistributedDataParallel``, which refuses
                 passes that leave out gradients.
         """
+        from backpack_core import extensions  # says what to do if the plugin may not load
+
+        assert issubclass(PrivateSum, extensions.ClippedSumGrad)
         if told.normaliser is not None:
             normaliser = told.normaliser
         elif normaliser == "samples":
