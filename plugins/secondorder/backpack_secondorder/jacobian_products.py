@@ -24,7 +24,7 @@ from backpack_secondorder.products import (
 )
 from backpack_secondorder.residual import live_inputs
 from backpack_secondorder.torch_errors import explained
-from backpack_secondorder.twice import gradients
+from backpack_secondorder.twice import gradients, nodes_behind
 from backpack_secondorder.whole import GraphReading, LossGraph
 
 
@@ -117,6 +117,8 @@ class OutputJacobian:
     ) -> dict[Tensor, Tensor]:
         if self._edge is None:
             return {parameter: torch.zeros_like(parameter) for parameter in parameters}
+        if not create_graph:
+            nodes_behind((self._edge,))  # each must be a derivative
         in_vectors = create_graph and not self._is_differentiable
         grads = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
         return dict(zip(parameters, grads, strict=True))

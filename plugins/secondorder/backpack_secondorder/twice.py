@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
+from backpack_core.errors import UnsupportedError
 from backpack_interplay.checkpoints import unpacking_again
 from backpack_operations.fused import weight_norm
 from backpack_operations.nodes import shape_of
 from backpack_operations.order import behind
+from backpack_secondorder.bags_again import of_bags
 from backpack_secondorder.convolution_again import of_convolution
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
 from backpack_secondorder.statistics_again import of_batch_norm, of_cudnn_batch_norm, of_layer_norm
@@ -69,8 +71,7 @@ def _by_itself(vector: Tensor | None) -> Tensor | None:
 @contextmanager
 def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
     """A block that makes nodes behind some outputs return the results of formulas."""
-    starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
-    nodes = {*behind(starts), *filter(None, starts)}
+    nodes = nodes_behind(outputs)
     known = ((node, _formula_of(node, formulas)) for node in nodes)
     hooks = [hook for node, formula in known if formula for hook in _replaced(node, formula)]
     try:
@@ -78,6 +79,22 @@ def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def nodes_behind(outputs: Sequence[Place]) -> set[Node]:
+    """The nodes of outputs, and all behind them.
+
+    Raises:
+        UnsupportedError: One of them has a gradient that is not a derivative.
+    """
+    starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
+    nodes = {*behind(starts), *filter(None, starts)}
+    if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
+        raise UnsupportedError(
+            "A look-up has scale_grad_by_freq set, which divides gradients by counts over the "
+            "whole batch, so they are not derivatives: leave scale_grad_by_freq out."
+        )
+    return nodes
 
 
 def _formula_of(node: Node, formulas: Formulas) -> Callable[..., Grads] | None:
@@ -132,6 +149,7 @@ def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
 
 FORMULAS: Formulas = {
     "BinaryCrossEntropyBackward0": _binary_cross_entropy,
+    "EmbeddingBagBackward0": of_bags,
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
     "NativeBatchNormBackwardBackward0": of_batch_norm,
