@@ -151,12 +151,13 @@ class Oracle:
 def _embedding_bag(
     rows: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, **options: Any
 ) -> Tensor:
-    """Torch's has no second derivative; this one is for bags of one size, their sum or mean."""
+    """Torch's has no second derivative; this one is for the sum or mean of bags that have rows."""
     mode = args[3] if len(args) > 3 else options.get("mode", "mean")
-    if offsets is not None or rows.dim() != 2 or mode not in ("sum", "mean"):
+    bags = [*rows] if offsets is None else rows.tensor_split(offsets[1:].tolist())
+    if mode not in ("sum", "mean"):
         return _TORCHS(rows, weight, offsets, *args, **options)
-    found = weight[rows]
-    return found.sum(1) if mode == "sum" else found.mean(1)
+    found = [weight[bag] for bag in bags]
+    return torch.stack([rows.sum(0) if mode == "sum" else rows.mean(0) for rows in found])
 
 
 _TORCHS = functional.embedding_bag

@@ -111,7 +111,7 @@ def _divided_by_counts(kind: Any, extension: Any) -> Any:
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_gradients_divided_by_counts_are_not_derivatives(kind: Any) -> None:
     for extension in (HMP, GGNMP, PCHMP, JMP):
-        with pytest.raises(UnsupportedError, match="counts.*: leave scale_grad_by_freq out"):
+        with pytest.raises(UnsupportedError, match=r"counts.*: leave scale_grad_by_freq out"):
             _divided_by_counts(kind, extension)(torch.ones(5, 3))
-    with pytest.raises(UnsupportedError, match="counts.*: leave scale_grad_by_freq out"):
+    with pytest.raises(UnsupportedError, match=r"counts.*: leave scale_grad_by_freq out"):
         _divided_by_counts(kind, JMP).transposed(torch.ones(3, 4))
