@@ -363,8 +363,8 @@ def test_labels_that_are_nearly_certain(
 
 
 def test_nearly_certain_labels_in_single_precision() -> None:
-    """``σ(17)`` is one: every column would be zero."""
-    x = torch.full((1, 1), 17.0)
+    """``σ(20)`` is one: every column would be zero."""
+    x = torch.full((1, 1), 20.0)
     view = started(nn.BCEWithLogitsLoss(), x, torch.ones_like(x))
     assert bool(rule_for(view.module).sqrt_hessian_sampled(view, 1).all())
 
