@@ -154,6 +154,8 @@ def magnitude(product: SampleProduct) -> Tensor:
         inp: Any = product.inp
         some = min(4, product.samples)
         size = _norm(inp[0:some]) * sqrt(product.samples / max(1, some))
+        terms = product.terms if isinstance(product, ScaleProduct) else None
+        size = size if terms is None else torch.maximum(size, terms.to(size.dtype))
         return _norm(product.out) * size
     out = getattr(product, "out", None)
     if isinstance(out, Tensor):
