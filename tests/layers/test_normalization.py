@@ -120,7 +120,9 @@ NORMS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (30.0, 1.0), (0.0, 1e3), (0.0, 1e-3)])
 @pytest.mark.parametrize("name", NORMS)
-def test_half_precision(name: str, mean: float, deviation: float, dtype: torch.dtype) -> None:
+def test_the_range_of_half_precision(
+    name: str, mean: float, deviation: float, dtype: torch.dtype
+) -> None:
     """Squares leave the range of float16, and torch's smallest variance is single precision's."""
     module, shape = NORMS[name]
     x = (torch.randn(4, *shape) * deviation + mean).to(dtype)
