@@ -68,7 +68,7 @@ class SoftmaxLossRule(HessianLossRule):
         labels = drawn(rows, samples).T.reshape(samples, p.shape[0], 1, positions)
         gradient = p.expand(samples, *p.shape).clone()
         gradient.scatter_add_(2, labels, p.new_full((1,), -1.0).expand(labels.shape))
-        factor = real_sqrt(view, self.weight(view) / samples)
+        factor = real_sqrt(view, self.weight(view) / samples).to(x.dtype)
         columns = gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
         return self.at_input(view, columns.to(x.dtype))
 
