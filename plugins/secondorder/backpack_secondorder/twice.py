@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack_interplay.checkpoints import unpacking_again
 from backpack_operations.fused import weight_norm
-from backpack_operations.nodes import shape_of
+from backpack_operations.nodes import axes_of, shape_of
 from backpack_operations.order import behind
 from backpack_secondorder.convolution_again import of_convolution
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
@@ -121,6 +121,19 @@ def _binary_cross_entropy(node: Any, arrived: Tensor | None) -> Grads:
     return scale * (p - target) / ((1 - p) * p).clamp(min=1e-12), scale * (logs[0] - logs[1])
 
 
+def _log_softmax(node: Any, arrived: Tensor | None) -> Grads:
+    """``g - p Σ g``. A probability near one is one minus the others: its derivative is their sum.
+
+    Torch subtracts numbers that are nearly equal there, and loses what is below rounding.
+    """
+    if arrived is None:
+        return (None,)
+    (axis, *_), p = axes_of(node), node._saved_result.exp()
+    is_likely = p > 0.5
+    others = p.masked_fill(is_likely, 0.0).sum(axis, keepdim=True)
+    return (arrived - torch.where(is_likely, 1 - others, p) * arrived.sum(axis, keepdim=True),)
+
+
 def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
     """A table of zeros: torch cannot differentiate the gradient of a look-up of nothing."""
     if arrived is None:
@@ -132,6 +145,7 @@ def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
 
 FORMULAS: Formulas = {
     "BinaryCrossEntropyBackward0": _binary_cross_entropy,
+    "LogSoftmaxBackward0": _log_softmax,
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
     "NativeBatchNormBackwardBackward0": of_batch_norm,
