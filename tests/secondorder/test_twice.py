@@ -279,3 +279,45 @@ def test_certain_classes_over_data(operator: Any) -> None:
     found = matrix @ torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float32)
     small = torch.tensor(-20.0, dtype=torch.float64).sigmoid()
     assert_close(found.double(), small * torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("logit", [-20.0, -6.0, 0.0, 6.0, 20.0])
+@pytest.mark.parametrize(
+    "loss", [nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss]
+)
+def test_certain_labels(loss: type[nn.Module], logit: float, dtype: torch.dtype) -> None:
+    """``σ (1 - σ)`` cancels where ``σ`` is nearly one."""
+    model = extend(nn.Linear(1, 1, bias=False, dtype=dtype))
+    nn.init.constant_(model.weight, logit)
+    one = torch.ones(1, 1, dtype=dtype)
+    with backpack(HMP()):
+        loss(reduction="sum")(model(one), one).backward()
+    x = torch.tensor([[logit]], dtype=torch.float64)
+    rounding = 8 * torch.finfo(dtype).eps
+    assert_close(model.weight.hmp(one).double(), x.sigmoid() * (-x).sigmoid(), rounding)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_labels_that_are_learned(weighted: bool, reduction: str) -> None:
+    """The formula has the derivatives in the target, too."""
+    options: dict[str, Any] = {"reduction": reduction}
+    if weighted:
+        options |= {"weight": torch.rand(2), "pos_weight": torch.rand(2)}
+    lossfunc = nn.BCEWithLogitsLoss(**options)
+    x = torch.randn(3, 2)
+
+    def value(model: nn.Module) -> Tensor:
+        found: Tensor = lossfunc(model(x), model(x).tanh())
+        return found
+
+    model = nn.Linear(2, 2)
+    block = torch.autograd.functional.hessian(
+        lambda w: lossfunc(x @ w.T + model.bias, (x @ w.T + model.bias).tanh()), model.weight
+    )
+    extend(model)
+    with backpack(HMP()):
+        value(model).backward()
+    vectors = torch.eye(4).reshape(4, 2, 2)
+    assert_close(model.weight.hmp(vectors).reshape(4, 4), block.reshape(4, 4).detach())

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.functional import softplus
 from torch.utils.hooks import RemovableHandle
 
 from backpack_interplay.checkpoints import unpacking_again
@@ -121,6 +122,30 @@ def _binary_cross_entropy(node: Any, arrived: Tensor | None) -> Grads:
     return scale * (p - target) / ((1 - p) * p).clamp(min=1e-12), scale * (logs[0] - logs[1])
 
 
+def _with_logits(node: Any, arrived: Tensor | None) -> Grads:
+    """``ℓ = w ((1 - t) x + (1 + (a - 1) t) log(1 + e⁻ˣ))``, with the slope of :func:`_sigmoid`."""
+    if arrived is None:
+        return None, None
+    x, target, weight = node._saved_self, node._saved_target, node._saved_weight
+    positive = node._saved_pos_weight
+    scale = arrived if weight is None else arrived * weight
+    scale = scale / x.numel() if node._saved_reduction == 1 else scale
+    if positive is None:
+        return scale * (_sigmoid(x) - target), -scale * x
+    slope = (1 + (positive - 1) * target) * _sigmoid(x) - positive * target
+    return scale * slope, scale * ((positive - 1) * softplus(-x) - x)
+
+
+def _log_sigmoid(node: Any, arrived: Tensor | None) -> Grads:
+    """``∂/∂x log σ(x) = σ(-x)``, with the slope of :func:`_sigmoid`."""
+    return (None if arrived is None else arrived * _sigmoid(-node._saved_self),)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """``σ(x)``, with a derivative in which nothing cancels where ``σ(x)`` is nearly one."""
+    return torch.where(x > 0, 1 - (-x).sigmoid(), x.sigmoid())
+
+
 def _log_softmax(node: Any, arrived: Tensor | None) -> Grads:
     """``g - p Σ g``. A probability near one is one minus the others: its derivative is their sum.
 
@@ -145,6 +170,8 @@ def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
 
 FORMULAS: Formulas = {
     "BinaryCrossEntropyBackward0": _binary_cross_entropy,
+    "BinaryCrossEntropyWithLogitsBackward0": _with_logits,
+    "LogSigmoidBackward0": _log_sigmoid,
     "LogSoftmaxBackward0": _log_softmax,
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
