@@ -198,8 +198,8 @@ class BCELossRule(ElementwiseLossRule):
     """``ℓ = -w (y log x + (1 - y) log(1 - x))`` for probabilities ``x``.
 
     ``ℓ'' = w (y / x² + (1 - y) / (1 - x)²)`` is not the Fisher information ``w / (x (1 - x))``, so
-    random signs are sampled. Torch clamps the logarithms at -100 in the loss, but not in its
-    gradient; the curvature is without the clamp, too.
+    random signs are sampled. Torch clamps the logarithms at -100 in the loss, and divides by at
+    least 1e-12 in its gradient; the curvature has neither bound.
     """
 
     module_types = (nn.BCELoss,)
