@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -44,6 +45,31 @@ def test_sums_that_were_wrong_are_compared_in_the_next_pass(
             with pytest.raises(UnsupportedError, match="do not add up"):
                 problem.run(BatchGrad())
     problem.run(BatchGrad())
+
+
+@pytest.mark.host("kernels of a GPU add up in single precision")
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_terms_that_torch_loses_in_half_precision(check: Any) -> None:
+    """Torch's gradient of a normalisation of many rows is the wrong one, and the error says so."""
+    model = extend(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).bfloat16())
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    torch.manual_seed(0)
+    x = torch.rand(2048, 4, dtype=torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    gain = exact[1].weight
+    (expected,) = torch.autograd.grad(exact(x.double()).square().sum(), gain)
+
+    def run() -> None:
+        output = model(x)
+        with backpack(BatchGrad(), check=check):
+            lossfunc(output, torch.zeros_like(output)).backward()
+
+    if check == "first":
+        with pytest.raises(UnsupportedError, match="torch loses terms of its own gradient"):
+            run()
+        return
+    run()
+    oracle.assert_close(model[1].weight.grad_batch.double().sum(0), expected, 0.05)
 
 
 def _triple(parameter: Tensor) -> None:

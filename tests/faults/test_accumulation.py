@@ -150,6 +150,20 @@ def test_many_positions(name: str, way: str) -> None:
     compare(name, way, step(name, convolutions, data, way), expected, 2 * MANY)
 
 
+def patches() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["KFLR", "KFRA"])
+def test_many_patches(name: str, way: str) -> None:
+    """Covariances of patches are added up sample by sample."""
+    data = alternating(MANY)
+    data = 0.5 + 0.01 * data[0].unsqueeze(1), data[1]
+    expected = step(name, patches, data, None)
+    compare(name, way, step(name, patches, data, way), expected, MANY)
+
+
 def test_all_are_tried() -> None:
     assert {"BatchGrad", "KFAC", "DiagGGNExact", *PAIRS, *SAMPLED, *SINGLE} <= {
         *names_of_extensions()

@@ -323,3 +323,54 @@ def test_losses_of_which_one_leaves_autocast() -> None:
         assert ours.dtype == torch.float32
         oracle.assert_close(ours, expected, 0.02)
     oracle.assert_close(function["grad_batch"], module["grad_batch"], 0.02)
+
+
+class Residual(nn.Module):
+    """The sum of a branch in half precision and of one in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.softplus(x + F.gelu(self.inner(x))))  # type: ignore[no-any-return]
+
+
+class TurnedRound(nn.Module):
+    """A weight in half precision, and transposed in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 5), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(self.inner(x)).float()
+        with torch.autocast("cpu", enabled=False):
+            h = F.linear(h, self.inner.weight.T)
+        return self.last(h.to(x.dtype))  # type: ignore[no-any-return]
+
+
+# Both factors of a product depend on one weight; a weight that is cast has no factors.
+NOT_TURNED = {"DiagHessian", "BatchDiagHessian", "KFLR", "EKFAC"}
+BRANCHES = [
+    (extension, name)
+    for extension in EXTENSIONS
+    for name in ("residual", "turned round")
+    if extension not in {"KFRA", "PCHMP"} | (NOT_TURNED if name == "turned round" else set())
+]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize(("extension", "name"), BRANCHES)
+def test_uses_in_two_precisions(extension: str, name: str, whole: bool) -> None:
+    model: nn.Module = Residual() if name == "residual" else TurnedRound()
+    make = EXTENSIONS[extension]
+    target = torch.tensor([0, 2, 1, 1, 0, 2])
+    problem = Problem(model, (torch.randn(6, 8),), nn.CrossEntropyLoss(), target)
+    for dtype, rtol in DTYPES.items():
+        expected = _step(problem, make(), None, whole)
+        found = _step(problem, make(), dtype, whole)
+        scale = max(float(reference.abs().max()) for reference in expected)
+        for ours, reference in zip(found, expected, strict=True):
+            assert ours.dtype == torch.float32
+            assert float((ours - reference).abs().max()) < rtol * scale

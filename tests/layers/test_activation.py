@@ -100,6 +100,18 @@ def test_kinks(rule: type[ElementwiseRule], module: nn.Module) -> None:
     close(found, pullback(run, run.leaf, one), "derivative", tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("module", [nn.ELU(0.7), nn.CELU(0.5), nn.SELU()], ids=str)
+def test_slopes_far_below_zero(module: nn.Module, dtype: torch.dtype) -> None:
+    """The output is a constant there, up to rounding, but the slope is not zero."""
+    run = record(module, torch.tensor([[-5.0, -12.0, -20.0]]).to(dtype))
+    one = torch.ones(1, 1, 3, dtype=dtype)
+    found = curved.ELURule().jac_t_mat_prod(run.view, one)[0]
+    expected = pullback(run, run.leaf, one)
+    assert found is not None
+    assert torch.allclose(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+
+
 @pytest.mark.parametrize(("rule", "module"), NEED_THE_INPUT, ids=lambda case: str(case))
 def test_overwritten_input(rule: type[ElementwiseRule], module: nn.Module) -> None:
     with pytest.raises(OverwrittenInputError):

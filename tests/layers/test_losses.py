@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -316,3 +317,105 @@ def test_a_mean_over_targets_that_weigh_nothing(smoothing: float) -> None:
         lossfunc(model(torch.randn(2, 2)), target).backward()
     for value in (model.bias.diag_ggn_exact, model.bias.diag_h):
         assert not bool(value.isfinite().any())
+
+
+def _double(view: View) -> View:
+    """The same call in double precision."""
+    x, *others = (a.double() if a.is_floating_point() else a for a in view.args)
+    return started(view.module.double(), x, *others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gap", [0.0, 4.0, 12.0])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_certain_classes(order: list[int], gap: float, dtype: torch.dtype) -> None:
+    """``p - p²`` cancels where a probability is nearly one."""
+    logits = torch.tensor([[gap, 0.0, 0.5]])[:, order].to(dtype)
+    view = started(nn.CrossEntropyLoss(reduction="sum"), logits, torch.tensor([1]))
+    root = gram(classification.CrossEntropyLossRule().sqrt_hessian(_double(view)))[0]
+    rule, eye = rule_for(view.module), torch.eye(3, dtype=dtype)
+    for found in (rule.hessian_mat_prod(view, eye[:, None])[:, 0], rule.sum_hessian(view)):
+        assert found.dtype == dtype
+        # The smallest numbers of float16 are multiples of 6e-8.
+        bound = 8 * torch.finfo(dtype).eps * root.abs().max() + 1e-7 * (dtype is torch.float16)
+        assert float((found.double() - root).abs().max()) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize(
+    "loss", [nn.BCEWithLogitsLoss, nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss]
+)
+def test_labels_that_are_nearly_certain(
+    loss: type[nn.Module], sign: float, dtype: torch.dtype
+) -> None:
+    """``σ(8)`` is one in bfloat16, so a label of zero would never be drawn."""
+    x = torch.full((100_000, 1), sign * 8.0, dtype=dtype)
+    view = started(loss(reduction="sum"), x, torch.ones_like(x))
+    columns = rule_for(view.module).sqrt_hessian_sampled(view, 8)
+    assert columns.dtype == dtype
+    found = 8 * columns.double().square().mean()
+    expected = torch.tensor(8.0, dtype=torch.float64).sigmoid()
+    expected = expected * (1 - expected)  # 268 labels are expected to differ
+    assert abs(float(found / expected) - 1) < 6 / 268**0.5
+    assert not bool((columns > 0).all())
+    assert not bool((columns < 0).all())
+
+
+def test_nearly_certain_labels_in_single_precision() -> None:
+    """``σ(20)`` is one: every column would be zero."""
+    x = torch.full((1, 1), 20.0)
+    view = started(nn.BCEWithLogitsLoss(), x, torch.ones_like(x))
+    assert bool(rule_for(view.module).sqrt_hessian_sampled(view, 1).all())
+
+
+def test_draws_of_logits_that_are_no_numbers() -> None:
+    x = torch.tensor([[float("nan"), 1.0]], dtype=torch.float64)
+    view = started(nn.BCEWithLogitsLoss(reduction="sum"), x, torch.ones_like(x))
+    found = rule_for(view.module).sqrt_hessian_sampled(view, 3)
+    assert found.isfinite().all(0).tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "target", "expected"),
+    [
+        (nn.BCELoss(), 0.005, 1.0, 1 / 0.005),
+        (nn.BCELoss(), 0.001, 1.0, 1 / 0.001),
+        (nn.PoissonNLLLoss(), 12.0, 1.0, math.exp(6)),
+        (nn.PoissonNLLLoss(log_input=False), 0.002, 1.0, 1 / 0.002),
+    ],
+)
+def test_squares_beyond_half_precision(
+    module: nn.Module, x: float, target: float, expected: float
+) -> None:
+    """The root is in the range of float16, though the second derivative is not."""
+    view = started(module, *(torch.full((1, 1), v, dtype=torch.float16) for v in (x, target)))
+    root = rule_for(module).sqrt_hessian(view)
+    assert root.dtype == torch.float16
+    assert float(root) == pytest.approx(expected, rel=0.003)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 16_000)])
+def test_a_mean_over_more_targets_than_half_precision_counts(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape[0], 2, *shape[1:], dtype=torch.float16)
+    view = started(nn.CrossEntropyLoss(), x, torch.zeros(shape, dtype=torch.long))
+    rule = classification.CrossEntropyLossRule()
+    trace = rule._hessian_mat_prod(
+        view, x[None] + torch.tensor([1.0, -1.0]).view(2, *[1] * (x.dim() - 2)).half()
+    )
+    assert float(rule.normalisation(view)) == pytest.approx(1 / math.prod(shape), rel=1e-3)
+    assert float(trace[0, :, 0].double().sum()) == pytest.approx(0.5, rel=0.05)
+
+
+def test_one_class_that_weighs_nothing() -> None:
+    """Torch divides by zero, so neither the gradient nor the curvature is finite."""
+    weight = torch.zeros(1, dtype=torch.float64)
+    view = started(nn.CrossEntropyLoss(weight), draw(2, 1), torch.zeros(2, dtype=torch.long))
+    rule = classification.CrossEntropyLossRule()
+    mat = draw(1, 2, 1)
+    for found in (
+        rule.sqrt_hessian(view),
+        rule.hessian_mat_prod(view, mat),
+        rule.sum_hessian(view),
+    ):
+        assert not bool(found.isfinite().any())

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
+from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.view import View
 from backpack_layers.normalization import (
     BatchNormRule,
@@ -15,6 +18,8 @@ from backpack_layers.normalization import (
     RMSNormRule,
 )
 from backpack_layers.response_norm import LocalResponseNormRule
+from tests import oracle
+from tests.cases import Problem
 from tests.layers.execution import check_rule, close, record
 
 CASES: list[tuple[type[LayerRule], nn.Module, tuple[int, ...]]] = [
@@ -100,3 +105,73 @@ def test_half_precision() -> None:
 def test_no_batch_axis(rule: type[LayerRule], module: nn.Module, shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError, match="no batch axis"):
         rule().check(record(module, torch.randn(shape)).view)
+
+
+HALF = [torch.float16, torch.bfloat16]
+NORMS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "layer": (nn.LayerNorm(8), (8,)),
+    "root mean square": (nn.RMSNorm(8), (8,)),
+    "root mean square, eps": (nn.RMSNorm(8, eps=1e-6), (8,)),
+    "group": (nn.GroupNorm(2, 4), (4, 4)),
+    "instance": (nn.InstanceNorm1d(4, affine=True), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (30.0, 1.0), (0.0, 1e3), (0.0, 1e-3)])
+@pytest.mark.parametrize("name", NORMS)
+def test_the_range_of_half_precision(
+    name: str, mean: float, deviation: float, dtype: torch.dtype
+) -> None:
+    """Squares leave the range of float16, and torch's smallest variance is single precision's."""
+    module, shape = NORMS[name]
+    x = (torch.randn(4, *shape) * deviation + mean).to(dtype)
+    exact = copy.deepcopy(module).double()
+    if name == "root mean square":
+        exact.eps = torch.finfo(torch.float32).eps  # type: ignore[assignment]
+    problem = Problem(copy.deepcopy(module).to(dtype), (x,), nn.MSELoss(reduction="sum"), x * 0)
+    problem.run(BatchGrad(), DiagGGNExact())
+    output = exact(x.double()).detach()
+    plain = copy.deepcopy(exact)
+    for parameter, fill in zip(plain.parameters(), (1.0, 0.0), strict=False):
+        nn.init.constant_(parameter, fill)
+    inp = plain(x.double()).detach()
+    weight = problem.parameters[0]
+    axes = [*range(2, x.dim())] if name in ("group", "instance") else []
+    gradient, square = 2 * output * inp, 2 * inp**2
+    if axes:  # one column for each position
+        gradient, square = gradient.sum(axes), square.sum(axes)
+    rounding = 40 * torch.finfo(dtype).eps
+    oracle.assert_close(weight.grad_batch.double(), gradient, rounding)
+    oracle.assert_close(weight.diag_ggn_exact.double(), square.sum(0), rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.LayerNorm(1), (1,)),
+        (nn.GroupNorm(4, 4), (4, 1, 1)),
+        (nn.LayerNorm(4), (4,)),
+        (nn.GroupNorm(1, 2), (2, 3)),
+    ],
+    ids=str,
+)
+def test_rows_of_equal_entries(
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Their gradient is zero; torch's has rounding errors, divided by a small deviation."""
+    x = (10 * torch.randn(5, *[1] * len(shape))).expand(5, *shape).to(dtype)
+    problem = Problem(module.to(dtype), (x,), nn.MSELoss(), torch.randn(5, *shape, dtype=dtype))
+    problem.run(BatchGrad(), check="always")
+    assert float(problem.parameters[0].grad_batch.abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["layer", "group", "instance"])
+def test_means_beyond_the_deviation(name: str) -> None:
+    """Sums are compared with a gradient that is rounded as the terms of ``x - μ`` are."""
+    module, shape = NORMS[name]
+    for mean in (1e3, 1e4):
+        x = torch.randn(16, *shape, dtype=torch.float32) + mean
+        problem = Problem(copy.deepcopy(module).float(), (x,), nn.MSELoss(), torch.randn_like(x))
+        problem.run(BatchGrad(), DiagGGNExact(), check="always")

@@ -234,3 +234,90 @@ def test_binary_cross_entropy_of_small_probabilities(reduction: str, is_weighted
         product = parameter.hmp(vector.unsqueeze(0)).squeeze(0)  # type: ignore[attr-defined]
         size = float(expected.abs().max())
         torch.testing.assert_close(product, expected, rtol=0, atol=1e-9 * size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gap", [0.0, 6.0, 12.0, 30.0])
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 2), (2, 2, 3)], ids=str)
+def test_certain_classes(shape: tuple[int, ...], gap: float, dtype: torch.dtype) -> None:
+    """``p - p²`` cancels where a probability is nearly one."""
+    axis = shape.index(3)
+    logits = torch.zeros(shape).movedim(axis, -1)
+    logits[..., 1], logits[..., 2] = gap, 0.5
+    logits = logits.movedim(-1, axis).to(dtype)
+
+    class Bias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (
+                (x.movedim(axis, -1) + self.bias).movedim(-1, axis).log_softmax(axis - len(shape))
+            )
+
+    model = extend(Bias())
+    with backpack(HMP(), DiagHMP()):
+        (-model(logits).select(axis, 0).sum()).backward()
+    p = logits.double().softmax(axis).movedim(axis, -1).reshape(-1, 3)
+    expected = -torch.einsum("ni,nj->ij", p, p)
+    expected.fill_diagonal_(0.0)
+    expected -= torch.diag(expected.sum(1))
+    rounding = 16 * torch.finfo(dtype).eps
+    assert_close(model.bias.hmp(torch.eye(3, dtype=dtype)).double(), expected, rounding)
+    assert_close(model.bias.diag_hmp.double(), expected.diagonal(), rounding)
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_certain_classes_over_data(operator: Any) -> None:
+    model = nn.Linear(1, 2, dtype=torch.float32)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[20.0], [0.0]]))
+        model.bias.zero_()
+    data = [(torch.ones(1, 1), torch.tensor([0]))]
+    matrix = operator(model, nn.CrossEntropyLoss(), [(x.float(), y) for x, y in data])
+    found = matrix @ torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float32)
+    small = torch.tensor(-20.0, dtype=torch.float64).sigmoid()
+    assert_close(found.double(), small * torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("logit", [-20.0, -6.0, 0.0, 6.0, 20.0])
+@pytest.mark.parametrize(
+    "loss", [nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss]
+)
+def test_certain_labels(loss: type[nn.Module], logit: float, dtype: torch.dtype) -> None:
+    """``σ (1 - σ)`` cancels where ``σ`` is nearly one."""
+    model = extend(nn.Linear(1, 1, bias=False, dtype=dtype))
+    nn.init.constant_(model.weight, logit)
+    one = torch.ones(1, 1, dtype=dtype)
+    with backpack(HMP()):
+        loss(reduction="sum")(model(one), one).backward()
+    x = torch.tensor([[logit]], dtype=torch.float64)
+    rounding = 8 * torch.finfo(dtype).eps
+    assert_close(model.weight.hmp(one).double(), x.sigmoid() * (-x).sigmoid(), rounding)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_labels_that_are_learned(weighted: bool, reduction: str) -> None:
+    """The formula has the derivatives in the target, too."""
+    options: dict[str, Any] = {"reduction": reduction}
+    if weighted:
+        options |= {"weight": torch.rand(2), "pos_weight": torch.rand(2)}
+    lossfunc = nn.BCEWithLogitsLoss(**options)
+    x = torch.randn(3, 2)
+
+    def value(model: nn.Module) -> Tensor:
+        found: Tensor = lossfunc(model(x), model(x).tanh())
+        return found
+
+    model = nn.Linear(2, 2)
+    block = torch.autograd.functional.hessian(
+        lambda w: lossfunc(x @ w.T + model.bias, (x @ w.T + model.bias).tanh()), model.weight
+    )
+    extend(model)
+    with backpack(HMP()):
+        value(model).backward()
+    vectors = torch.eye(4).reshape(4, 2, 2)
+    assert_close(model.weight.hmp(vectors).reshape(4, 4), block.reshape(4, 4).detach())

@@ -29,6 +29,8 @@ from backpack_products.operations import batch_sum
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.scale import ScaleProduct
 
+_HALF = torch.finfo(torch.float16).eps / 2  # rounding units above it are of half precision
+
 
 class SumCheck(FirstOrderExtension):
     """An extension that compares sums with gradients at the end of a pass, and stores nothing."""
@@ -114,7 +116,7 @@ class SumCheck(FirstOrderExtension):
                 unit = max(unit, self._coarsest())
             if difference > _allowed(*size, unit):
                 self._trust.open_sites = None  # so that the next pass is measured, too
-                raise self._does_not_add_up(parameter, difference, size[0])
+                raise self._does_not_add_up(parameter, difference, size[0], unit)
         return {}
 
     def _coarsest(self) -> float:
@@ -125,15 +127,22 @@ class SumCheck(FirstOrderExtension):
         return coarsest_at(behind(site.edge.node for site in self._survey.sites.values()))
 
     def _does_not_add_up(
-        self, parameter: Tensor, difference: float, size: float
+        self, parameter: Tensor, difference: float, size: float, unit: float
     ) -> UnsupportedError:
         """The error for a sum that is not autograd's gradient."""
+        is_half = parameter.device.type == "cpu" and unit > _HALF
+        half = (
+            "In half precision on a CPU, torch loses terms of its own gradient at normalisations "
+            "and look-ups of many rows: run the model in single precision, or pass check='never', "
+            "which leaves the quantities right. If single precision does not help, a"
+        )
         return UnsupportedError(
             f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
             f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
-            f"that of the gradient {size:.1e}. A custom autograd.Function, an operation outside "
-            "autograd or a layer rule is wrong: run check_case of backpack_core.testing on the "
-            "rule, and move the function into a separate module."
+            f"that of the gradient {size:.1e}. {half if is_half else 'A'} custom "
+            "autograd.Function, an operation outside autograd or a layer rule is wrong: run "
+            "check_case of backpack_core.testing on the rule, and move the function into a "
+            "separate module."
         )
 
 
@@ -145,6 +154,8 @@ def magnitude(product: SampleProduct) -> Tensor:
         inp: Any = product.inp
         some = min(4, product.samples)
         size = _norm(inp[0:some]) * sqrt(product.samples / max(1, some))
+        terms = product.terms if isinstance(product, ScaleProduct) else None
+        size = size if terms is None else torch.maximum(size, terms.to(size.dtype))
         return _norm(product.out) * size
     out = getattr(product, "out", None)
     if isinstance(out, Tensor):

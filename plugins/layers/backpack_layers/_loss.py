@@ -17,7 +17,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.arguments import slots, tensor
 from backpack_products.loss import HessianLossRule
-from backpack_products.values import any_of
+from backpack_products.values import any_of, at_least_single
 
 
 def setting(view: View, name: str) -> Any:
@@ -124,7 +124,11 @@ class ElementwiseLossRule(HessianLossRule):
 
     @abstractmethod
     def curvature(self, view: View) -> Tensor:
-        """``ℓ_i''`` of the loss without its reduction. Shape ``[N, *in]``."""
+        """``ℓ_i''`` of the loss without its reduction. Shape ``[N, *in]``.
+
+        It may leave the range of half precision where its root does not, so it is computed at least
+        in single precision.
+        """
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """Independent, centred numbers of variance :meth:`curvature`. ``[samples, N, *in]``."""
@@ -146,22 +150,25 @@ class ElementwiseLossRule(HessianLossRule):
         return mean_over_elements(view)
 
     def _sqrt_hessian(self, view: View) -> Tensor:
-        half = real_sqrt(view, self.curvature(view) * self.normalisation(view))
+        half = real_sqrt(view, self._reduced(view)).to(view.dtype)
         features = half.shape[1:].numel()
         flat = half.reshape(len(half), features)
         return torch.diag_embed(flat, dim1=0, dim2=2).reshape(features, *half.shape)
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         scale = (self.normalisation(view) / samples) ** 0.5
-        return self.sampled_gradient(view, samples) * scale
+        return (self.sampled_gradient(view, samples) * scale).to(view.dtype)
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat * (self.curvature(view) * self.normalisation(view))
+        return (mat * self._reduced(view)).to(mat.dtype)
 
     def sum_hessian(self, view: View) -> Tensor:
         """Sum the diagonals first, then form the diagonal matrix."""
-        curvature = self.curvature(view) * self.normalisation(view) * self._scale(view)
-        return torch.diag(curvature.sum(0).flatten())
+        curvature = self._reduced(view) * self._scale(view)
+        return torch.diag(curvature.sum(0).flatten()).to(view.dtype)
+
+    def _reduced(self, view: View) -> Tensor:
+        return at_least_single(self.curvature(view)) * self.normalisation(view)
 
 
 class LinearLossRule(HessianLossRule):

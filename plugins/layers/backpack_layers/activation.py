@@ -85,23 +85,25 @@ class ELURule(ElementwiseRule):
     module_types = (ELU, CELU, SELU)
 
     def derivative(self, view: View) -> Tensor:
-        """``c (y + s a)`` where the input is not positive."""
+        """``c s a exp(c x)`` where the input is not positive."""
         _, scale, rate = _elu_constants(view)
         return torch.where(self._positive(view), scale, rate * self._tail(view))
 
     def second_derivative(self, view: View) -> Tensor:
-        """``c² (y + s a)`` where the input is not positive."""
+        """``c² s a exp(c x)`` where the input is not positive."""
         _, _, rate = _elu_constants(view)
         return torch.where(self._positive(view), 0.0, rate**2 * self._tail(view))
 
     def _positive(self, view: View) -> Tensor:
-        alpha, _, rate = _elu_constants(view)
         # With a negative alpha, ELU is positive on both sides, and torch refuses it in place.
-        return (view.output if alpha * rate >= 0 else view.input) > 0
+        return (view.output if _is_in_place(view) else view.input) > 0
 
     def _tail(self, view: View) -> Tensor:
-        alpha, scale, _ = _elu_constants(view)
-        return view.output + scale * alpha
+        """``s a exp(c x)``: from the output only if the input is gone, since the sum cancels."""
+        alpha, scale, rate = _elu_constants(view)
+        if _is_in_place(view):
+            return view.output + scale * alpha
+        return scale * alpha * torch.exp(rate * view.input.clamp(max=0))
 
 
 class GELURule(ElementwiseRule):
@@ -255,6 +257,10 @@ def _elu_constants(view: View) -> tuple[float, float, float]:
     if isinstance(module, CELU):
         return module.alpha, 1.0, 1 / module.alpha
     return cast(ELU, module).alpha, 1.0, 1.0
+
+
+def _is_in_place(view: View) -> bool:
+    return cast(ELU, view.module).inplace
 
 
 def _normal_density(x: Tensor) -> Tensor:

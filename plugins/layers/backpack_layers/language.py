@@ -159,5 +159,6 @@ class CausalLMLossRule(SoftmaxLossRule):
     def weight(self, view: View) -> Tensor:
         """The weight of each token, by the whole batch."""
         target = tensor(view.full, "target")
-        whole = cast(CausalLMLoss, view.module).token_weights(target, view.dtype)
+        dtype = torch.promote_types(view.dtype, torch.float32)
+        whole = cast(CausalLMLoss, view.module).token_weights(target, dtype)
         return restrict(view, whole).unsqueeze(1)

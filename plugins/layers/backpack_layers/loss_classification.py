@@ -23,6 +23,7 @@ from backpack_layers.arguments import tensor
 from backpack_layers.categorical import drawn
 from backpack_layers.softmax_root import softmax_root
 from backpack_products.loss import HessianLossRule
+from backpack_products.values import at_least_single
 
 
 class SoftmaxLossRule(HessianLossRule):
@@ -61,27 +62,33 @@ class SoftmaxLossRule(HessianLossRule):
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         x = self.by_position(view, view.input)
-        # At least in single precision, like the exact root: rounding would change probabilities.
-        p = _chances(x, torch.promote_types(x.dtype, torch.float32))
+        p = _chances(x)
         positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
         labels = drawn(rows, samples).T.reshape(samples, p.shape[0], 1, positions)
         gradient = p.expand(samples, *p.shape).clone()
         gradient.scatter_add_(2, labels, p.new_full((1,), -1.0).expand(labels.shape))
-        factor = real_sqrt(view, self.weight(view) / samples)
+        factor = real_sqrt(view, self.weight(view) / samples).to(x.dtype)
         columns = gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
         return self.at_input(view, columns.to(x.dtype))
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         x = self.by_position(view, view.input)
-        p = _chances(x, x.dtype)
-        weighted = p * self.by_position(view, mat)
+        p, vectors = _chances(x), self.by_position(view, mat)
+        # Equal entries for all classes give zero. Without that of the likeliest class, whose
+        # probability may be nearly one, large numbers do not cancel.
+        likeliest = p.argmax(1, keepdim=True).expand(len(vectors), -1, -1, -1)
+        weighted = p * (vectors - vectors.gather(2, likeliest))
         product = weighted - p * weighted.sum(2, keepdim=True)
-        return self.at_input(view, product * self.weight(view))
+        return self.at_input(view, (product * self.weight(view)).to(mat.dtype))
 
 
-def _chances(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The softmax of logits ``[N, C, S]``, in their order in memory: reordering takes as long."""
+def _chances(x: Tensor) -> Tensor:
+    """The softmax of logits ``[N, C, S]``, in their order in memory: reordering takes as long.
+
+    At least in single precision, like the exact root: rounding would change probabilities.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if x.stride(1) == 1:
         return x.transpose(1, 2).softmax(2, dtype=dtype).transpose(1, 2)
     return x.softmax(1, dtype=dtype)
@@ -123,14 +130,16 @@ class CrossEntropyLossRule(SoftmaxLossRule):
 
     def sum_hessian(self, view: View) -> Tensor:
         """Sum over samples first, then form the blocks of positions."""
-        p = _by_position(view.input.softmax(1))
+        p = _chances(_by_position(view.input))
         _, classes, positions = p.shape
         scale = self._scale(view)
         weighted = p * _factor(view) * (_by_position(scale) if scale.dim() else scale)
-        diagonal = torch.diag_embed(weighted.sum(0).T, dim1=0, dim2=1)
-        blocks = diagonal - torch.einsum("ncs,nds->cds", weighted, p)
+        products = torch.einsum("ncs,nds->cds", weighted, p)
+        # p_c - p_c² as a sum over the other classes: nothing cancels.
+        others = products * (1 - torch.eye(classes, dtype=p.dtype, device=p.device)).unsqueeze(2)
+        blocks = torch.diag_embed(others.sum(1).T, dim1=0, dim2=1) - others
         size = classes * positions
-        return torch.diag_embed(blocks, dim1=1, dim2=-1).reshape(size, size)
+        return torch.diag_embed(blocks, dim1=1, dim2=-1).reshape(size, size).to(view.dtype)
 
 
 class NLLLossRule(LinearLossRule):
@@ -189,19 +198,20 @@ class BCELossRule(ElementwiseLossRule):
     """``ℓ = -w (y log x + (1 - y) log(1 - x))`` for probabilities ``x``.
 
     ``ℓ'' = w (y / x² + (1 - y) / (1 - x)²)`` is not the Fisher information ``w / (x (1 - x))``, so
-    random signs are sampled. Torch clamps the logarithms at -100 in the loss, but not in its
-    gradient; the curvature is without the clamp, too.
+    random signs are sampled. Torch clamps the logarithms at -100 in the loss, and divides by at
+    least 1e-12 in its gradient; the curvature has neither bound.
     """
 
     module_types = (nn.BCELoss,)
 
     def curvature(self, view: View) -> Tensor:
         """``w (y / x² + (1 - y) / (1 - x)²)``."""
-        x, target = view.input, self.target(view)
+        x, target = at_least_single(view.input), self.target(view)
         # 0/0 if the target is 0 or 1 and x is at the pole: that term is zero.
         tiny = torch.finfo(x.dtype).tiny
-        positive = target / (x**2).clamp(min=tiny)
-        negative = (1 - target) / ((1 - x) ** 2).clamp(min=tiny)
+        poles = x.clamp(min=tiny), (1 - x).clamp(min=tiny)
+        positive = target / poles[0] / poles[0]
+        negative = (1 - target) / poles[1] / poles[1]
         return (positive + negative) * _element_weight(view)
 
 
@@ -278,12 +288,12 @@ def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     if weight is None and target.shape != x.shape:
-        kept = (target != setting(whole, "ignore_index")).to(x.dtype)
+        kept = at_least_single((target != setting(whole, "ignore_index")).to(x.dtype))
         return kept, kept.sum()
-    weight = x.new_ones(x.shape[1]) if weight is None else weight
+    weight = at_least_single(x.new_ones(x.shape[1]) if weight is None else weight)
     uniform = smoothing * weight.mean()
     if target.shape == x.shape:
-        weighted = torch.einsum("nc...,c->n...", target, weight)
+        weighted = torch.einsum("nc...,c->n...", at_least_single(target), weight)
         return (1 - smoothing) * weighted + uniform, weighted.numel()
     kept = target != setting(whole, "ignore_index")
     # The ignored index may lie outside the classes.
@@ -317,10 +327,19 @@ def _element_weight(view: View) -> Tensor:
 
 def _logistic_curvature(logits: Tensor) -> Tensor:
     """``σ(x) σ(-x)``, without the cancellation of ``1 - σ(x)``."""
-    return logits.sigmoid() * (-logits).sigmoid()
+    x = at_least_single(logits)
+    return x.sigmoid() * (-x).sigmoid()
 
 
 def _logistic_sample(logits: Tensor, samples: int) -> Tensor:
-    """``σ(x) - b`` with ``b`` Bernoulli of probability ``σ(x)``. Shape ``[samples, *]``."""
-    p = logits.sigmoid()
-    return p - torch.bernoulli(p.detach().expand(samples, *p.shape))
+    """``σ(x) - b`` with ``b`` Bernoulli of probability ``σ(x)``. Shape ``[samples, *]``.
+
+    What is drawn is the less likely value, since the probability of the other may round to one.
+    Numbers are drawn in double precision, so that rare values get their share.
+    """
+    x = at_least_single(logits)
+    is_likely = x > 0
+    rare = torch.where(is_likely, -x, x).sigmoid()
+    shape = (samples, *x.shape)
+    hit = (torch.rand(shape, dtype=torch.float64, device=x.device) < rare.detach()).to(x.dtype)
+    return torch.where(is_likely, hit - rare, rare - hit)

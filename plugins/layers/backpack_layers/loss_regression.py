@@ -16,6 +16,7 @@ from backpack_layers._loss import (
     setting,
 )
 from backpack_layers.arguments import arguments, tensor
+from backpack_products.values import at_least_single
 
 
 class MSELossRule(ElementwiseLossRule):
@@ -92,16 +93,17 @@ class PoissonNLLLossRule(ElementwiseLossRule):
 
     def curvature(self, view: View) -> Tensor:
         """``eˣ`` or ``y / (x + ε)²``."""
+        x = at_least_single(view.input)
         if setting(view, "log_input"):
-            return view.input.exp()
+            return x.exp()
         eps: float = setting(view, "eps")
-        return self.target(view) / (view.input + eps) ** 2
+        return self.target(view) / (x + eps) ** 2
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``eˣ - k`` for ``k`` drawn from the likelihood."""
         if not setting(view, "log_input"):
             return super().sampled_gradient(view, samples)
-        rate = view.input.exp()
+        rate = at_least_single(view.input).exp()
         return rate - torch.poisson(rate.detach().expand(samples, *rate.shape))
 
 
@@ -139,7 +141,8 @@ class GaussianNLLLossRule(ElementwiseLossRule):
         variance = tensor(view.full, "var")
         if variance.shape == view.full.input_shape[:-1]:
             variance = variance.unsqueeze(-1)
-        return 1.0 / broadcast(view, "variance", variance).clamp(min=setting(view, "eps"))
+        variance = at_least_single(broadcast(view, "variance", variance))
+        return 1.0 / variance.clamp(min=setting(view, "eps"))
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``(x - y) / v`` for ``y`` drawn from the likelihood."""

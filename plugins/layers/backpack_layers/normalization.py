@@ -7,7 +7,7 @@ is ``weight · x̂ + bias``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from math import prod
+from math import prod, sqrt
 from typing import ClassVar, cast
 
 import torch
@@ -29,6 +29,7 @@ from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
 from backpack_products import ScaleProduct
 from backpack_products.parametric import ProductRule
+from backpack_products.values import at_least_single
 
 
 class NormalizationRule(ProductRule):
@@ -56,13 +57,18 @@ class NormalizationRule(ProductRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         if self.fixed_statistics(view):
-            return mat * self._slope(view)
+            return (mat * self._slope(view)).to(mat.dtype)
         return self._project(view, mat * self._weight(view))
 
     def _param_product(self, view: View, name: str, mat: Tensor) -> ScaleProduct:
         inp = None if name == "bias" else self._by_entry(view, self._normalised(view))
         shape = view.parameter_itself(name).shape
-        return ScaleProduct(self._by_entry(view, mat), inp, shape)
+        product = ScaleProduct(self._by_entry(view, mat), inp, shape)
+        if inp is not None and self.centred and view.is_measured:
+            mean, scale = self._statistics(view)
+            norm = torch.linalg.vector_norm((mean * scale).detach())
+            product.terms = norm * sqrt(inp.numel() / max(1, mean.numel()))
+        return product
 
     def _by_entry(self, view: View, x: Tensor) -> Tensor:
         """``[..., N, *in] → [..., N, S, D]`` with the entries of a parameter last."""
@@ -86,7 +92,7 @@ class NormalizationRule(ProductRule):
         # The derivative of (g - u <g, u>) / σ, where <·,·> is the mean over a row.
         du = scale * (m - u * um)
         change = -(scale**2) * um * (g - u * gu) - scale * (du * gu + u * _mean(g * du))
-        return change.reshape(mat.shape)
+        return change.reshape(mat.shape).to(mat.dtype)
 
     def _project(self, view: View, mat: Tensor) -> Tensor:
         """The Jacobian of ``x̂``, which is symmetric."""
@@ -95,24 +101,29 @@ class NormalizationRule(ProductRule):
         # On GPUs, the kernel needs the statistics of half-precision rows in single precision.
         if self.centred and g.element_size() >= 4:
             return _layer_norm_backward(g, rows, mean, scale).reshape(mat.shape)
-        u = (rows - mean) * scale
+        u, g = (rows - mean) * scale, at_least_single(g)
         inner = torch.linalg.vecdot(g, u).unsqueeze(-1) / u.shape[-1]
         if self.centred:
             g = g - _mean(g)
-        return (torch.addcmul(g, u, inner, value=-1) * scale).reshape(mat.shape)
+        found = torch.addcmul(g, u, inner, value=-1) * scale
+        return found.reshape(mat.shape).to(mat.dtype)
 
     def _statistics(self, view: View) -> tuple[Tensor, Tensor]:
-        """``μ`` and ``1/σ`` of every row. Shape ``[N, R, 1]``, or ``[1, R, 1]`` if fixed."""
+        """``μ`` and ``1/σ`` of every row. Shape ``[N, R, 1]``, or ``[1, R, 1]`` if fixed.
+
+        At least in single precision, as in torch: squares leave the range of half precision.
+        """
         return view.once("statistics", lambda: self._compute_statistics(view))
 
     def _compute_statistics(self, view: View) -> tuple[Tensor, Tensor]:
         eps = cast(RMSNorm, view.module).eps
-        if eps is None:
-            eps = torch.finfo(view.inputs[0].dtype).eps
+        if eps is None:  # torch computes half precision in single precision
+            eps = torch.finfo(torch.promote_types(view.inputs[0].dtype, torch.float32)).eps
         if self.fixed_statistics(view):
-            mean, var = (view.parameter(f"running_{name}") for name in ("mean", "var"))
+            names = "running_mean", "running_var"
+            mean, var = (at_least_single(view.parameter(name)) for name in names)
             return mean.reshape(1, -1, 1), (var + eps).rsqrt().reshape(1, -1, 1)
-        rows = self._rows_of(view, view.input)
+        rows = at_least_single(self._rows_of(view, view.input))
         if not rows.numel():  # torch would warn
             return rows.new_zeros(*rows.shape[:-1], 1), rows.new_ones(*rows.shape[:-1], 1)
         if not self.centred:
@@ -120,7 +131,7 @@ class NormalizationRule(ProductRule):
         saved = self._saved_statistics(view, rows)
         if saved is not None:
             return saved
-        if rows.device.type == "cpu" and rows.element_size() >= 4 and not torch.is_grad_enabled():
+        if rows.device.type == "cpu" and not torch.is_grad_enabled():
             # Several times as fast, but only its first result has a derivative.
             return torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)[1:]
         variance, mean = torch.var_mean(rows, -1, correction=0, keepdim=True)
@@ -148,10 +159,10 @@ class NormalizationRule(ProductRule):
         x = view.input
         mean, scale = self._statistics(view)
         if not self.centred:
-            return (self._rows_of(view, x) * scale).reshape(x.shape)
+            return (self._rows_of(view, x) * scale).reshape(x.shape).to(x.dtype)
         centred = self._rows_of(view, x) - mean
         normalised = centred * scale if torch.is_grad_enabled() else centred.mul_(scale)
-        return normalised.reshape(x.shape)
+        return normalised.reshape(x.shape).to(x.dtype)
 
     def _rows_of(self, view: View, x: Tensor) -> Tensor:
         """``[..., N, *in] → [..., N, R, D]``."""
@@ -288,7 +299,7 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def _mean_square(rows: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or rows.element_size() < 4:  # squares overflow in half precision
+    if torch.is_grad_enabled():
         return _mean(rows**2)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # writes no squares
     return norms.square_().div_(max(1, rows.shape[-1]))

@@ -31,7 +31,7 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
     log_p = logits.log_softmax(1, dtype=dtype)
     classes = log_p.shape[1]
     if classes == 1:
-        return log_p.unsqueeze(0)  # zeros
+        return log_p.unsqueeze(0) * factor  # zeros, unless a number is not finite
     # Below this bound p underflows anyway; the bound keeps logarithms of sums finite.
     log_p = log_p.clamp(min=4 * log(torch.finfo(dtype).tiny))
     order = log_p.argsort(1, descending=True)

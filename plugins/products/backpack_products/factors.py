@@ -15,6 +15,7 @@ from backpack_core._torch import base_of
 from backpack_core.record.guards import Versions
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
+from backpack_products.rows import CastRows
 from backpack_products.substitutes import is_parameter
 
 
@@ -66,6 +67,19 @@ class FactorProduct(SampleProduct):
             return self
         lasting: SampleProduct = self._joining([self], self.out, other, self.is_own)
         return lasting.placed_as(self)
+
+    def in_dtype(self, dtype: torch.dtype) -> SampleProduct:
+        """The product in another dtype, in the same form."""
+        if self.like.dtype is dtype:
+            return self
+        other = self.other
+        if isinstance(other, Tensor):
+            other = other.to(dtype) if other.is_floating_point() else other
+        elif other is not None:
+            other = CastRows(other, dtype)
+        cast: SampleProduct = self._joining([self], self.out.to(dtype), other, self.is_own)
+        cast.roots = self.roots
+        return cast
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The product for more roots, in the same form, with columns of zeros for the others."""

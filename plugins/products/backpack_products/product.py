@@ -113,6 +113,10 @@ class SampleProduct(Reading, ABC):
         """
         return self, [*others]
 
+    def in_dtype(self, dtype: torch.dtype) -> SampleProduct:
+        """The product in another dtype, in the same form if possible."""
+        return self if self.like.dtype is dtype else CastProduct(self, dtype)
+
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The product for more roots, zero for roots that it does not have.
 
@@ -193,18 +197,44 @@ class SumProduct(SampleProduct):
 
     def __init__(self, parts: Sequence[SampleProduct]) -> None:
         """Store the summands; use :func:`sum_of` to make one."""
-        first = parts[0]
+        # Under autocast, uses may differ in precision.
+        dtype = reduce(torch.promote_types, (part.like.dtype for part in parts))
+        self.parts = tuple(part.in_dtype(dtype) for part in parts)
+        first = self.parts[0]
         super().__init__(first.columns, first.samples, first.shape, first.like)
-        self.parts = tuple(parts)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """The sum of the formed parts."""
         return reduce(torch.add, (part.part(columns, samples) for part in self.parts))
 
+    def in_dtype(self, dtype: torch.dtype) -> SampleProduct:
+        """The sum of the parts in another dtype."""
+        return SumProduct([part.in_dtype(dtype) for part in self.parts])
+
     def lasting(self) -> SampleProduct:
         """The sum of the lasting parts."""
         parts = [part.lasting() for part in self.parts]
         return self if parts == [*self.parts] else SumProduct(parts).placed_as(self)
+
+
+class CastProduct(SampleProduct):
+    """A product in another dtype."""
+
+    def __init__(self, product: SampleProduct, dtype: torch.dtype) -> None:
+        """Store the product."""
+        columns, samples = product.columns, product.samples
+        like = product.like.new_ones((), dtype=dtype).expand(columns, samples)
+        super().__init__(columns, samples, product.shape, like)
+        self._product, self.roots = product, product.roots
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """``M`` of some columns and samples."""
+        return self._product.part(columns, samples).to(self.like.dtype)
+
+    def lasting(self) -> SampleProduct:
+        """The lasting product, in the same dtype."""
+        product = self._product.lasting()
+        return self if product is self._product else product.in_dtype(self.like.dtype)
 
 
 class PlacedProduct(SampleProduct):

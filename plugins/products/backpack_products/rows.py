@@ -47,6 +47,18 @@ class JoinedRows:
         return torch.cat([part[rows] for part in self.parts], 1)
 
 
+class CastRows:
+    """Inputs ``[N, S, G, I]`` in another dtype, for some samples at a time."""
+
+    def __init__(self, inp: Rows, dtype: torch.dtype) -> None:
+        """Store the inputs."""
+        self.inp, self.dtype, self.shape = inp, dtype, inp.shape
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples."""
+        return self.inp[rows].to(self.dtype)
+
+
 class DirectRows(ABC):
     """Inputs with a kernel that computes ``M`` without creating the inputs of each position."""
 

@@ -20,7 +20,11 @@ class ScaleProduct(FactorProduct):
     Attributes:
         out: Columns at the output. Shape ``[V, N, S, D]``.
         inp: What the gain multiplies, ``[N, S, D]``; ``None`` for an offset.
+        terms: If ``inp`` is a difference of larger numbers, their norm over all samples; its
+            rounding errors are those of these numbers.
     """
+
+    terms: Tensor | None = None
 
     def __init__(
         self, out: Tensor, inp: Tensor | None, shape: torch.Size, is_own: Tensor | None = None

@@ -18,6 +18,7 @@ from backpack_core.errors import ShapeError, UsageError
 from backpack_core.plugins.loading import has_rule
 from backpack_products.contexts import suspended
 from backpack_products.loss import with_hessian
+from backpack_secondorder.twice import gradients
 from backpack_secondorder.whole import GraphExtension, GraphReading, LossGraph
 
 Normaliser: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, Any], float | Tensor]
@@ -122,9 +123,7 @@ class LossAtOutput:
                 raise ShapeError(f"The loss must be a number: reduce it. Got {got}.")
             asked = backpack(DerivativesAtOutput(reading), check="never")
             with asked if self._has_rule else nullcontext():
-                (gradient,) = torch.autograd.grad(
-                    loss, z, create_graph=True, materialize_grads=True
-                )
+                (gradient,) = gradients([loss], [z], None, create_graph=True)
         normaliser = self._normaliser_of(z, target, reading)
         root = reading.root
         if samples == 0:

@@ -9,6 +9,7 @@ from backpack_products.contractions import row_steps, slices
 from backpack_products.multiply import add_product
 from backpack_products.rows import DirectRows, Rows
 from backpack_products.tuning import SYMMETRIC, WHOLE
+from backpack_products.values import at_least_single
 
 # From this many vectors on, forming half of a symmetric product and mirroring it is faster.
 MANY = 256
@@ -31,18 +32,19 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         return outer(inp.position_sum() / positions, scale)
     band = _band(inp.shape[3], inp.shape[0] * (1 if mean else positions))
     total: Tensor | None = None
-    for samples in row_steps(inp, itemsize):
+    steps = [*row_steps(inp, itemsize)]
+    for samples in steps:
         part = inp[samples]
         if mean:
             part = part.mean(1, keepdim=True)
-        if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
-            total = _add_outer(total, part.flatten(0, 1), band, scale)
-            continue
+        is_joint = part.shape[1] == 1 or part.stride(0) == positions * part.stride(1)
         # Patches are stored as [I, S]: a product for each sample is cheaper than one joint copy.
-        for sample in part:
-            total = _add_outer(total, sample, band, scale)
+        groups = [part.flatten(0, 1)] if is_joint else part.unbind()
+        is_one = len(steps) * len(groups) == 1  # a sum of several is kept in single precision
+        for vectors in groups:
+            total = _add_outer(total, vectors if is_one else at_least_single(vectors), band, scale)
     assert total is not None
-    return _mirrored(total, band)
+    return _mirrored(total, band).to(part.dtype)
 
 
 def outer(vectors: Tensor, scale: float = 1.0) -> Tensor:

@@ -112,7 +112,8 @@ def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor
 
 def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
     """``Σ_v σ[v, n] mat[v, n]²``, in pieces that fit into the cache. Shape ``[N, *]``."""
-    weights = signs.expand(mat.shape[:2])[(..., *[None] * (mat.dim() - 2))]
+    # Under autocast, columns may have started in another precision.
+    weights = signs.to(mat.dtype).expand(mat.shape[:2])[(..., *[None] * (mat.dim() - 2))]
     step = max(1, piece_size(CACHE) // max(1, mat[:1].nbytes))
     result = mat.new_zeros(mat.shape[1:])
     for some in contractions.slices(len(mat), step):

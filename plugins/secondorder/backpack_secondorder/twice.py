@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.functional import softplus
 from torch.utils.hooks import RemovableHandle
 
 from backpack_core.errors import UnsupportedError
 from backpack_interplay.checkpoints import unpacking_again
 from backpack_operations.fused import weight_norm
-from backpack_operations.nodes import shape_of
+from backpack_operations.nodes import axes_of, shape_of
 from backpack_operations.order import behind
 from backpack_secondorder.bags_again import of_bags
 from backpack_secondorder.convolution_again import of_convolution
@@ -138,6 +139,43 @@ def _binary_cross_entropy(node: Any, arrived: Tensor | None) -> Grads:
     return scale * (p - target) / ((1 - p) * p).clamp(min=1e-12), scale * (logs[0] - logs[1])
 
 
+def _with_logits(node: Any, arrived: Tensor | None) -> Grads:
+    """``ℓ = w ((1 - t) x + (1 + (a - 1) t) log(1 + e⁻ˣ))``, with the slope of :func:`_sigmoid`."""
+    if arrived is None:
+        return None, None
+    x, target, weight = node._saved_self, node._saved_target, node._saved_weight
+    positive = node._saved_pos_weight
+    scale = arrived if weight is None else arrived * weight
+    scale = scale / x.numel() if node._saved_reduction == 1 else scale
+    if positive is None:
+        return scale * (_sigmoid(x) - target), -scale * x
+    slope = (1 + (positive - 1) * target) * _sigmoid(x) - positive * target
+    return scale * slope, scale * ((positive - 1) * softplus(-x) - x)
+
+
+def _log_sigmoid(node: Any, arrived: Tensor | None) -> Grads:
+    """``∂/∂x log σ(x) = σ(-x)``, with the slope of :func:`_sigmoid`."""
+    return (None if arrived is None else arrived * _sigmoid(-node._saved_self),)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """``σ(x)``, with a derivative in which nothing cancels where ``σ(x)`` is nearly one."""
+    return torch.where(x > 0, 1 - (-x).sigmoid(), x.sigmoid())
+
+
+def _log_softmax(node: Any, arrived: Tensor | None) -> Grads:
+    """``g - p Σ g``. A probability near one is one minus the others: its derivative is their sum.
+
+    Torch subtracts numbers that are nearly equal there, and loses what is below rounding.
+    """
+    if arrived is None:
+        return (None,)
+    (axis, *_), p = axes_of(node), node._saved_result.exp()
+    is_likely = p > 0.5
+    others = p.masked_fill(is_likely, 0.0).sum(axis, keepdim=True)
+    return (arrived - torch.where(is_likely, 1 - others, p) * arrived.sum(axis, keepdim=True),)
+
+
 def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
     """A table of zeros: torch cannot differentiate the gradient of a look-up of nothing."""
     if arrived is None:
@@ -149,7 +187,10 @@ def _of_no_rows(node: Any, arrived: Tensor | None) -> Grads:
 
 FORMULAS: Formulas = {
     "BinaryCrossEntropyBackward0": _binary_cross_entropy,
+    "BinaryCrossEntropyWithLogitsBackward0": _with_logits,
     "EmbeddingBagBackward0": of_bags,
+    "LogSigmoidBackward0": _log_sigmoid,
+    "LogSoftmaxBackward0": _log_softmax,
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
     "NativeBatchNormBackwardBackward0": of_batch_norm,
