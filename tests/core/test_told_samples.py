@@ -81,6 +81,10 @@ def _pooled(net: Any, x: Tensor, index: Tensor) -> Tensor:
     return net.b(h.new_zeros(count, h.shape[1]).index_add(0, index, h))  # type: ignore[no-any-return]
 
 
+def _largest(h: Tensor, layer: nn.Module) -> Tensor:
+    return torch.tanh(h) + layer(h).max(1, keepdim=True).values  # type: ignore[no-any-return]
+
+
 def _penalty(net: nn.Module, x: Tensor, index: Tensor) -> Tensor:
     leaf = x.clone().requires_grad_()
     output = net(leaf)
@@ -125,6 +129,9 @@ CASES = {
         lambda: Net(lambda net, x: net.b(net.a(x)[0][-1]), a=nn.GRU(D, 4), b=nn.Linear(4, C)),
         lambda net, x, index: net(x.transpose(0, 1).contiguous()),
         lambda count: torch.randn(count, 4, D),
+    ),
+    "a largest entry": Case(
+        lambda: _net(lambda net, x: net.b(_largest(net.a(x), net.c)), c=nn.Linear(4, 4))
     ),
     "penalty": Case(lambda: _net(lambda net, x: net.b(torch.tanh(net.a(x)))), _penalty),
 }
@@ -233,6 +240,23 @@ def test_curvature_is_of_the_samples_that_were_told(
         oracle.assert_close(p.diag_ggn_exact_batch, diagonals)
         oracle.assert_close(p.diag_ggn_exact, diagonals.sum(0))
         oracle.assert_close(p.sqrt_ggn_exact.square().sum(0), diagonals)
+
+
+@pytest.mark.grid(4)
+@PLAIN
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "penalty"])
+def test_full_backward_hooks_change_nothing(name: str, index: list[int]) -> None:
+    """They put functions between modules, which hand on what arrives."""
+    told = Told(name, index, "mean", is_module=True)
+    for module in told.net.children():
+        module.register_full_backward_hook(lambda *_: None)
+    told.run(BatchGrad(), DiagGGNExact(), check="never")
+    grads, diagonals = told.gradients(), told.ggn_diagonals()
+    for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
+        oracle.assert_close(p.grad_batch, gradient)
+        oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
 
 
 @pytest.mark.parametrize("index", [INDICES["uneven"], INDICES["pairs"]])
