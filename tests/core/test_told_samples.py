@@ -143,9 +143,9 @@ PLAIN = pytest.mark.filterwarnings("ignore:Net has no layer rule")
 class Told:
     """A case with data whose rows belong to samples."""
 
-    def __init__(self, name: str, index: list[int], reduction: str, is_module: bool) -> None:
+    def __init__(self, name: str | Case, index: list[int], reduction: str, is_module: bool) -> None:
         torch.manual_seed(0)
-        case = self.case = CASES[name]
+        case = self.case = CASES[name] if isinstance(name, str) else name
         self.index, self.count = torch.tensor(index), max(index) + 1
         self.net = extend(case.net(), batch_axis=1 if name == "axis 1" else 0)
         self.x = case.data(len(index))
@@ -253,6 +253,25 @@ def test_full_backward_hooks_change_nothing(name: str, index: list[int]) -> None
     for module in told.net.children():
         module.register_full_backward_hook(lambda *_: None)
     told.run(BatchGrad(), DiagGGNExact(), check="never")
+    grads, diagonals = told.gradients(), told.ggn_diagonals()
+    for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
+        oracle.assert_close(p.grad_batch, gradient)
+        oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
+
+
+@PLAIN
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_a_layer_that_makes_weights_has_no_samples(index: list[int]) -> None:
+    """Its output is as long as the batch, and received parameters alone."""
+    width, scale = len(index), _parameter(len(index))
+    case = Case(
+        lambda: Net(
+            lambda net, x: net.b(torch.tanh(net.a(x) * net.c(net.scale))),
+            a=nn.Linear(D, width), b=nn.Linear(width, C), c=nn.Linear(width, width), scale=scale,
+        )
+    )  # fmt: skip
+    told = Told(case, index, "mean", is_module=True)
+    told.run(BatchGrad(), DiagGGNExact())
     grads, diagonals = told.gradients(), told.ggn_diagonals()
     for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
         oracle.assert_close(p.grad_batch, gradient)

@@ -254,7 +254,8 @@ class CarriedIds:
         received, declared = call.stored.inputs[0], declared_axis(call)
         if ids is None and not any(call.edges[:1]):
             ids = self.of_input(call)
-        if ids is None and not any(call.edges[:1]):
+        is_of_weights = self._origins.of_weights(site.edge.node)
+        if ids is None and not (is_of_weights or any(call.edges[:1])):
             # One of several inputs may be as long as the batch by chance.
             is_sure = call.receives_input > 1 or len(call.run.inputs) < 2
             ids = self.by_length(tuple(received.shape), declared, is_sure)
