@@ -278,6 +278,49 @@ def test_a_layer_that_makes_weights_has_no_samples(index: list[int]) -> None:
         oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
 
 
+def _steps(count: int) -> Tensor:
+    return torch.arange(count)
+
+
+# By the net, a tensor ``[R, R]`` that is made of ``net.c``, a layer, and ``net.d``, ``[R, R]``.
+AS_LONG: dict[str, Callable[[Any, int], Tensor]] = {
+    "table": lambda net, count: net.c(_steps(count)),
+    "table of one row": lambda net, count: net.c(_steps(count).unsqueeze(0))[0],
+    "picked": lambda net, count: net.d[_steps(count)],
+    "masked": lambda net, count: net.d.masked_fill(_steps(count) > 1, 0.5),
+    "of a layer": lambda net, count: nn.functional.linear(net.d, net.c.weight),
+}
+
+
+@PLAIN
+@pytest.mark.parametrize("index", [INDICES["side by side"], INDICES["uneven"]])
+@pytest.mark.parametrize(
+    ("name", "is_added"),
+    [*((name, True) for name in AS_LONG), ("picked", False), ("masked", False)],
+)
+def test_tables_as_long_as_the_batch(name: str, is_added: bool, index: list[int]) -> None:
+    """They are added to the positions of each row, or multiply its vectors."""
+    width = len(index)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h, table = net.a(x), AS_LONG[name](net, width)
+        h = torch.tanh(h.unsqueeze(1) + table).mean(1) if is_added else torch.tanh(h) @ table
+        return net.b(h)  # type: ignore[no-any-return]
+
+    layers = {"a": nn.Linear(D, width), "b": nn.Linear(width, C), "c": nn.Embedding(width, width)}
+    told = Told(
+        Case(lambda: Net(forward, **layers, d=_parameter(width, width))), index, "mean", True
+    )
+    if name in ("picked", "masked"):
+        told.net.c.requires_grad_(False)
+    told.run(BatchGrad(), DiagGGNExact())
+    told.parameters = [p for p in told.parameters if hasattr(p, "grad_batch")]
+    grads, diagonals = told.gradients(), told.ggn_diagonals()
+    for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
+        oracle.assert_close(p.grad_batch, gradient)
+        oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
+
+
 @pytest.mark.parametrize("index", [INDICES["uneven"], INDICES["pairs"]])
 def test_as_many_passes_as_are_trusted(index: list[int]) -> None:
     told = Told("perceptron", index, "mean", is_module=True)

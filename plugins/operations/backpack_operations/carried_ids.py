@@ -43,6 +43,7 @@ class CarriedIds:
         self._entries: dict[Node, SampleIds | None] = {}
         self._by_length: set[Node] = set()  # entries whose ids only lengths tell
         self._guessed: set[NodeOutput] = set()  # what follows from these alone
+        self._assumed: set[NodeOutput] = set()  # where the user's index was taken to be meant
 
     @cached_property
     def samples(self) -> Tensor:
@@ -215,7 +216,14 @@ class CarriedIds:
             return ids
         shape = nodes.lengths_of(node, output_nr)
         rows = None if self._origins.of_weights(node) else self.told_rows(shape)
-        return ids if rows is None else along(rows, 0, shape)
+        if rows is None:
+            return ids
+        self._assumed.add(output)
+        return along(rows, 0, shape)
+
+    def is_by_length(self, output: NodeOutput) -> bool:
+        """Whether only its length says that a tensor has the rows of the user's index."""
+        return output in self._assumed or (self._survey.is_told and output in self._guessed)
 
     def told_rows(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if the model received as many, or a fraction."""
