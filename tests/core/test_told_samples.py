@@ -260,8 +260,10 @@ def test_full_backward_hooks_change_nothing(name: str, index: list[int]) -> None
 
 
 @PLAIN
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("is_hooked", [False, True])
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-def test_a_layer_that_makes_weights_has_no_samples(index: list[int]) -> None:
+def test_a_layer_that_makes_weights_has_no_samples(index: list[int], is_hooked: bool) -> None:
     """Its output is as long as the batch, and received parameters alone."""
     width, scale = len(index), _parameter(len(index))
     case = Case(
@@ -271,6 +273,8 @@ def test_a_layer_that_makes_weights_has_no_samples(index: list[int]) -> None:
         )
     )  # fmt: skip
     told = Told(case, index, "mean", is_module=True)
+    for module in told.net.children() if is_hooked else ():
+        module.register_full_backward_hook(lambda *_: None)
     told.run(BatchGrad(), DiagGGNExact())
     grads, diagonals = told.gradients(), told.ggn_diagonals()
     for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
