@@ -38,7 +38,9 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
         hook: Called with the gradient.
     """
     table: dict[int, Any] | None = output._backward_hooks
-    if table is None:
+    # With our key, it is that of another node: in-place operations on views, and those that change
+    # axes (squeeze_), leave a tensor the table of its former node.
+    if table is None or KEY in table:
         # This is Tensor.register_hook without its checks, which take nine tenths of its time.
         output._backward_hooks = table = _Hooks()
         table[KEY] = hook

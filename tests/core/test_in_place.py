@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,6 +51,31 @@ def test_in_place_addition_of_a_residual() -> None:
 
     model = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3))
     classification(model, (3,)).check()
+
+
+AXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "squeeze_": lambda h: h.squeeze_(1),
+    "transpose_": lambda h: h.transpose_(0, 1)[0],
+    "t_": lambda h: h[:, 0].t_().t_(),
+    "twice": lambda h: h.unsqueeze_(0).squeeze_(0).squeeze_(1),
+    "and a value": lambda h: h.squeeze_(1).mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("is_view", [False, True])
+def test_axes_that_are_changed_in_place(change: Callable[[Tensor], Tensor], is_view: bool) -> None:
+    """The tensor keeps the hooks of its former node, and is the output of a second module."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.b(x.unsqueeze(1)) if is_view else net.b(x).unsqueeze(1) * 1
+        return change(h)
+
+    inner = Net(forward, b=nn.Linear(4, 4), unused=nn.Parameter(torch.zeros(())))
+    model = nn.Sequential(nn.Linear(3, 4), inner, nn.Linear(4, 3))
+    problem = classification(model, (3,))
+    inner.unused.requires_grad_(False)
+    problem.check()
 
 
 class Shift(nn.Module):

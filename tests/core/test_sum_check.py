@@ -137,3 +137,16 @@ class Held(nn.Module):
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 def test_parameter_that_is_used_by_another_way() -> None:
     classification(nn.Sequential(nn.Linear(3, 3), Held()), (3,)).check()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-1])
+def test_the_exponential_of_a_small_matrix(scale: float) -> None:
+    """Torch's formula has an error of 1e-10 there, which is another one for each gradient."""
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    original: Any = layer.parametrizations.weight.original  # type: ignore[union-attr]
+    with torch.no_grad():
+        original.copy_(0.01 * torch.randn(4, 4) - torch.eye(4))
+    model = extend(Net(lambda net, x: scale * net.b(net.a(x)), a=layer, b=nn.Linear(4, 3)))
+    with backpack(BatchGrad()):
+        model(torch.ones(8, 4)).square().sum().backward()
+    oracle.assert_close(original.grad_batch.sum(0), original.grad, rtol=1e-8)

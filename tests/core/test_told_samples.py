@@ -81,6 +81,10 @@ def _pooled(net: Any, x: Tensor, index: Tensor) -> Tensor:
     return net.b(h.new_zeros(count, h.shape[1]).index_add(0, index, h))  # type: ignore[no-any-return]
 
 
+def _largest(h: Tensor, layer: nn.Module) -> Tensor:
+    return torch.tanh(h) + layer(h).max(1, keepdim=True).values  # type: ignore[no-any-return]
+
+
 def _penalty(net: nn.Module, x: Tensor, index: Tensor) -> Tensor:
     leaf = x.clone().requires_grad_()
     output = net(leaf)
@@ -126,6 +130,9 @@ CASES = {
         lambda net, x, index: net(x.transpose(0, 1).contiguous()),
         lambda count: torch.randn(count, 4, D),
     ),
+    "a largest entry": Case(
+        lambda: _net(lambda net, x: net.b(_largest(net.a(x), net.c)), c=nn.Linear(4, 4))
+    ),
     "penalty": Case(lambda: _net(lambda net, x: net.b(torch.tanh(net.a(x)))), _penalty),
 }
 
@@ -136,9 +143,9 @@ PLAIN = pytest.mark.filterwarnings("ignore:Net has no layer rule")
 class Told:
     """A case with data whose rows belong to samples."""
 
-    def __init__(self, name: str, index: list[int], reduction: str, is_module: bool) -> None:
+    def __init__(self, name: str | Case, index: list[int], reduction: str, is_module: bool) -> None:
         torch.manual_seed(0)
-        case = self.case = CASES[name]
+        case = self.case = CASES[name] if isinstance(name, str) else name
         self.index, self.count = torch.tensor(index), max(index) + 1
         self.net = extend(case.net(), batch_axis=1 if name == "axis 1" else 0)
         self.x = case.data(len(index))
@@ -233,6 +240,89 @@ def test_curvature_is_of_the_samples_that_were_told(
         oracle.assert_close(p.diag_ggn_exact_batch, diagonals)
         oracle.assert_close(p.diag_ggn_exact, diagonals.sum(0))
         oracle.assert_close(p.sqrt_ggn_exact.square().sum(0), diagonals)
+
+
+@pytest.mark.grid(4)
+@PLAIN
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "penalty"])
+def test_full_backward_hooks_change_nothing(name: str, index: list[int]) -> None:
+    """They put functions between modules, which hand on what arrives."""
+    told = Told(name, index, "mean", is_module=True)
+    for module in told.net.children():
+        module.register_full_backward_hook(lambda *_: None)
+    told.run(BatchGrad(), DiagGGNExact(), check="never")
+    grads, diagonals = told.gradients(), told.ggn_diagonals()
+    for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
+        oracle.assert_close(p.grad_batch, gradient)
+        oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
+
+
+@PLAIN
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_a_layer_that_makes_weights_has_no_samples(index: list[int], is_hooked: bool) -> None:
+    """Its output is as long as the batch, and received parameters alone."""
+    width, scale = len(index), _parameter(len(index))
+    case = Case(
+        lambda: Net(
+            lambda net, x: net.b(torch.tanh(net.a(x) * net.c(net.scale))),
+            a=nn.Linear(D, width), b=nn.Linear(width, C), c=nn.Linear(width, width), scale=scale,
+        )
+    )  # fmt: skip
+    told = Told(case, index, "mean", is_module=True)
+    for module in told.net.children() if is_hooked else ():
+        module.register_full_backward_hook(lambda *_: None)
+    told.run(BatchGrad(), DiagGGNExact())
+    grads, diagonals = told.gradients(), told.ggn_diagonals()
+    for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
+        oracle.assert_close(p.grad_batch, gradient)
+        oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
+
+
+def _steps(count: int) -> Tensor:
+    return torch.arange(count)
+
+
+# By the net, a tensor ``[R, R]`` that is made of ``net.c``, a layer, and ``net.d``, ``[R, R]``.
+AS_LONG: dict[str, Callable[[Any, int], Tensor]] = {
+    "table": lambda net, count: net.c(_steps(count)),
+    "table of one row": lambda net, count: net.c(_steps(count).unsqueeze(0))[0],
+    "picked": lambda net, count: net.d[_steps(count)],
+    "masked": lambda net, count: net.d.masked_fill(_steps(count) > 1, 0.5),
+    "of a layer": lambda net, count: nn.functional.linear(net.d, net.c.weight),
+}
+
+
+@PLAIN
+@pytest.mark.parametrize("index", [INDICES["side by side"], INDICES["uneven"]])
+@pytest.mark.parametrize(
+    ("name", "is_added"),
+    [*((name, True) for name in AS_LONG), ("picked", False), ("masked", False)],
+)
+def test_tables_as_long_as_the_batch(name: str, is_added: bool, index: list[int]) -> None:
+    """They are added to the positions of each row, or multiply its vectors."""
+    width = len(index)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h, table = net.a(x), AS_LONG[name](net, width)
+        h = torch.tanh(h.unsqueeze(1) + table).mean(1) if is_added else torch.tanh(h) @ table
+        return net.b(h)  # type: ignore[no-any-return]
+
+    layers = {"a": nn.Linear(D, width), "b": nn.Linear(width, C), "c": nn.Embedding(width, width)}
+    told = Told(
+        Case(lambda: Net(forward, **layers, d=_parameter(width, width))), index, "mean", True
+    )
+    if name in ("picked", "masked"):
+        told.net.c.requires_grad_(False)
+    told.run(BatchGrad(), DiagGGNExact())
+    told.parameters = [p for p in told.parameters if hasattr(p, "grad_batch")]
+    grads, diagonals = told.gradients(), told.ggn_diagonals()
+    for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
+        oracle.assert_close(p.grad_batch, gradient)
+        oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
 
 
 @pytest.mark.parametrize("index", [INDICES["uneven"], INDICES["pairs"]])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack
 from backpack_core.extensions import KFRA, DiagGGNExact
 from backpack_operations.apart import cross_columns
 from backpack_operations.nodes import vmap_nodes
@@ -158,6 +159,31 @@ def test_batch_averages() -> None:
 
 def test_patches_that_are_put_together_are_not_compared_with_a_loop() -> None:
     assert "Col2ImBackward0" in vmap_nodes()[1]
+
+
+class Solving(nn.Module):
+    """A module of functions: its matrix is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(2 * torch.eye(3) + 0.1 * torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.linalg.solve(self.matrix, x.unsqueeze(-1))
+        return result.squeeze(-1)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_one_matrix_and_a_batch_of_one_vector() -> None:
+    """With a graph, torch's formula then has an axis too many under vmap."""
+    problem = classification(nn.Sequential(Solving(), nn.Linear(3, 3)), (3,), batch=1)
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    loss = problem.loss()
+    with backpack(DiagGGNExact()):
+        torch.autograd.grad(loss, problem.parameters, create_graph=True)
+    problem.compare("diag_ggn_exact", diagonals)
+    for parameter in problem.parameters:
+        parameter.__dict__.clear()
 
 
 @pytest.mark.long

@@ -83,9 +83,9 @@ def run() -> Findings:
             for outputs in _results(operator, dtype, most):
                 for node in nodes(outputs):
                     found.note(node, name)
-    for made in _folded():
+    for name, made in (*(("fold", made) for made in _folded()), ("solve", _solved())):
         for node in nodes([made]):
-            found.note(node, "fold")
+            found.note(node, name)
     return found
 
 
@@ -101,6 +101,13 @@ def _folded() -> Iterator[Tensor]:
             shape = (*batch, channels * patches.shape[1], patches.shape[2])
             x = torch.randn(shape, dtype=dtype, requires_grad=True)
             yield F.fold(x, image.shape[2:], kernel, **rest)
+
+
+def _solved() -> Tensor:
+    """A sample that the database lacks: one matrix, and a batch of one vector."""
+    matrix = torch.eye(3, dtype=torch.float64).mul(2).requires_grad_()
+    vector = torch.randn(1, 3, 1, dtype=torch.float64, requires_grad=True)
+    return torch.linalg.solve(matrix, vector)
 
 
 def _results(operator: Any, dtype: torch.dtype, most: int) -> Iterator[list[Tensor]]:

@@ -7,7 +7,12 @@ from typing import Any
 
 from backpack_core._torch import Node
 from backpack_operations._torch import metadata_of
+from backpack_operations.nodes import operation_of
 from backpack_products.values import rounding_unit
+
+# Formulas of torch that are coarser than double precision, as if with such a rounding unit. For
+# matrices of a norm below 0.05, the coefficients of the exponential have few digits.
+_FORMULAS = {"LinalgMatrixExp": 1e-12}
 
 
 def coarsest_of(tensors: Iterable[Any]) -> float:
@@ -16,6 +21,8 @@ def coarsest_of(tensors: Iterable[Any]) -> float:
 
 
 def coarsest_at(nodes: Iterable[Node]) -> float:
-    """The coarsest rounding unit of what nodes have computed."""
+    """The coarsest rounding unit of what nodes have computed, or the precision of a formula."""
+    nodes = [*nodes]
     pairs = ((node, nr) for node in nodes for nr in range(len(node._input_metadata)))
-    return coarsest_of(metadata_of(node, nr) for node, nr in pairs)
+    formulas = (_FORMULAS.get(operation_of(node), 0.0) for node in nodes)
+    return max(coarsest_of(metadata_of(node, nr) for node, nr in pairs), *formulas, 0.0)

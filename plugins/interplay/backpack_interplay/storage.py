@@ -19,7 +19,7 @@ from backpack_core.record.models import Run, owners_of
 from backpack_core.record.state import nested, tensors_of
 from backpack_core.record.storage import OwnedTensors, Storage, UnpackedTensors
 from backpack_core.record.view import View
-from backpack_interplay import checkpoints, compiled, parametrized, shards
+from backpack_interplay import checkpoints, compiled, parametrized, selective, shards
 from backpack_interplay.global_hooks import PlaceOfAll
 from backpack_interplay.leaves import leaves_behind, pull_back
 from backpack_interplay.replay import output_again
@@ -31,6 +31,7 @@ class Interplay(Storage):
 
     def __init__(self) -> None:
         checkpoints.let_checkpoints_give_again()
+        selective.let_results_stay()
 
     def block(self, is_asked: bool) -> AbstractContextManager[Any]:
         """The context of a ``backpack(...)`` block, in which compiled functions run eagerly."""

@@ -43,6 +43,7 @@ class CarriedIds:
         self._entries: dict[Node, SampleIds | None] = {}
         self._by_length: set[Node] = set()  # entries whose ids only lengths tell
         self._guessed: set[NodeOutput] = set()  # what follows from these alone
+        self._assumed: set[NodeOutput] = set()  # where the user's index was taken to be meant
 
     @cached_property
     def samples(self) -> Tensor:
@@ -215,7 +216,14 @@ class CarriedIds:
             return ids
         shape = nodes.lengths_of(node, output_nr)
         rows = None if self._origins.of_weights(node) else self.told_rows(shape)
-        return ids if rows is None else along(rows, 0, shape)
+        if rows is None:
+            return ids
+        self._assumed.add(output)
+        return along(rows, 0, shape)
+
+    def is_by_length(self, output: NodeOutput) -> bool:
+        """Whether only its length says that a tensor has the rows of the user's index."""
+        return output in self._assumed or (self._survey.is_told and output in self._guessed)
 
     def told_rows(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if the model received as many, or a fraction."""
@@ -254,7 +262,8 @@ class CarriedIds:
         received, declared = call.stored.inputs[0], declared_axis(call)
         if ids is None and not any(call.edges[:1]):
             ids = self.of_input(call)
-        if ids is None and not any(call.edges[:1]):
+        is_of_weights = self._origins.of_weights(site.edge.node)
+        if ids is None and not (is_of_weights or any(call.edges[:1])):
             # One of several inputs may be as long as the batch by chance.
             is_sure = call.receives_input > 1 or len(call.run.inputs) < 2
             ids = self.by_length(tuple(received.shape), declared, is_sure)

@@ -101,7 +101,7 @@ class Crossings:
             group = schedule.groups[lane]
             try:
                 quantities = group.propagator.supply(quantities, grads)
-                if nodes.hands_on(node) and not there.apart:
+                if nodes.hands_on(node) and not (there.apart or there.apart_outputs):
                     crossed = list(quantities.items())
                 else:
                     is_reached = grads and group.propagator.sheds_everywhere

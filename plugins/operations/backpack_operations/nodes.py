@@ -353,7 +353,7 @@ def is_of_its_operands(node: Node) -> bool:
     # Matrix products expand both operands, even if there is nothing to expand.
     child, number = edges[0] if operation == "Expand" else (None, 0)
     is_same = child is not None and lengths_of(child, number) == lengths_of(node, 0)
-    if operation in _OF_ONE or is_same:
+    if operation in _OF_ONE or is_same or hands_on(node):
         return True
     return operation in _OF_SEVERAL and all(child is not None for child, _ in edges)
 

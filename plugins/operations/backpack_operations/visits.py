@@ -278,7 +278,8 @@ class GraphTraversal(StraightTraversal):
         positions: int | Tensor = 1
         # Carried ids, or the user's index, say on which axis the samples are, and in which order.
         is_behind = ids is not None and ids.numel() == samples > ids.shape[:1].numel()
-        is_told = self.survey.is_told and bool(call.stored.inputs)  # no parameter by itself
+        # Of parameters, and of data that are as long as the batch by chance, it says nothing.
+        is_told = self.survey.is_told and bool(call.receives_input or any(call.edges))
         if ids is not None and (is_behind or is_told):
             shape = ids.movedim(view.axis, 0).shape if view.axis else ids.shape
             axes = [axis for axis, length in enumerate(shape) if length == ids.numel() > 1]
