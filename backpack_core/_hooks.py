@@ -29,18 +29,19 @@ class _Hooks(dict[int, Any]):
     __slots__ = ("__weakref__",)
 
 
-def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
+def hook_first(output: Tensor, node: Node, hook: Any, is_new: bool) -> dict[int, Any]:
     """Put a tensor hook before all others of a tensor, and return the table of its hooks.
 
     Args:
         output: The tensor.
         node: Its ``grad_fn``.
         hook: Called with the gradient.
+        is_new: Whether the node has no hook of ours yet.
     """
     table: dict[int, Any] | None = output._backward_hooks
-    # With our key, it is that of another node: in-place operations on views, and those that change
-    # axes (squeeze_), leave a tensor the table of its former node.
-    if table is None or KEY in table:
+    # In-place operations on views, and those that change axes (squeeze_), leave a tensor the table
+    # of its former node, which has our key already.
+    if table is None or (is_new and KEY in table):
         # This is Tensor.register_hook without its checks, which take nine tenths of its time.
         output._backward_hooks = table = _Hooks()
         table[KEY] = hook

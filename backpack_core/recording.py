@@ -201,8 +201,9 @@ def attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | Non
         node: Its node.
         base: The base that it is a view of, if the module made the base, too.
     """
-    node.metadata.setdefault(SITES, {})[output.output_nr] = call, index
+    is_new = output.output_nr not in (sites := node.metadata.setdefault(SITES, {}))
+    sites[output.output_nr] = call, index
     hook = OutputHook(call, index, output.output_nr)
-    hook.hooks = weakref.ref(hook_first(output, node, hook))
+    hook.hooks = weakref.ref(hook_first(output, node, hook, is_new))
     if base is not None:
         between().note_view(call, index, output, base)
