@@ -21,10 +21,8 @@ from torch import Tensor
 from backpack_products.contractions import flattened, square_norm_of
 from backpack_products.host_functions import HostFunction
 from backpack_products.tuning import CACHE, memory_budget, piece_size
-from backpack_products.values import at_least_single
+from backpack_products.values import at_least_single, has_double
 
-# Devices without double precision.
-_SINGLE_ONLY = {"mps"}
 # Between these bounds nothing is lost: each of up to 10⁸ squares is off by at most 10⁻³⁸.
 _LEAST, _MOST = 1e-24, 1e37
 # This many numbers can be added in single precision, to six digits.
@@ -163,8 +161,7 @@ def may_look(function: HostFunction, mat: Tensor, *others: Any) -> bool:
 
 def wider(like: Tensor) -> torch.dtype | None:
     """The tensor in double precision, if its device has it."""
-    is_less = like.dtype.itemsize < 8 and like.device.type not in _SINGLE_ONLY
-    return torch.float64 if is_less else None
+    return torch.float64 if like.dtype.itemsize < 8 and has_double(like.device) else None
 
 
 def scale_of(mat: Tensor, lead: int) -> Tensor:

@@ -23,7 +23,7 @@ from backpack_layers.arguments import tensor
 from backpack_layers.categorical import drawn
 from backpack_layers.softmax_root import softmax_root
 from backpack_products.loss import HessianLossRule
-from backpack_products.values import at_least_single
+from backpack_products.values import at_least_single, has_double
 
 
 class SoftmaxLossRule(HessianLossRule):
@@ -335,11 +335,12 @@ def _logistic_sample(logits: Tensor, samples: int) -> Tensor:
     """``σ(x) - b`` with ``b`` Bernoulli of probability ``σ(x)``. Shape ``[samples, *]``.
 
     What is drawn is the less likely value, since the probability of the other may round to one.
-    Numbers are drawn in double precision, so that rare values get their share.
+    Numbers are drawn in double precision if the device has it, so that rare values get their share.
     """
     x = at_least_single(logits)
     is_likely = x > 0
     rare = torch.where(is_likely, -x, x).sigmoid()
     shape = (samples, *x.shape)
-    hit = (torch.rand(shape, dtype=torch.float64, device=x.device) < rare.detach()).to(x.dtype)
+    wide = torch.float64 if has_double(x.device) else x.dtype
+    hit = (torch.rand(shape, dtype=wide, device=x.device) < rare.detach()).to(x.dtype)
     return torch.where(is_likely, hit - rare, rare - hit)

@@ -27,6 +27,11 @@ def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.storage_offset() == other.storage_offset()
 
 
+def has_double(device: torch.device) -> bool:
+    """Whether a device has double precision."""
+    return device.type != "mps"
+
+
 def any_of(mask: Tensor) -> bool:
     """Whether any entry of a mask is true; false for a tensor without values."""
     return not is_symbolic(mask) and bool(mask.any())
