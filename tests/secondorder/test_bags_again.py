@@ -60,13 +60,16 @@ def plain(bag: nn.EmbeddingBag, parameters: dict[str, Tensor]) -> Tensor:
 _HEAD = "weight", "bias"
 
 
-@pytest.mark.parametrize("name", BAGS)
-def test_hessian_products(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.int64) for name in BAGS), ("mean", torch.int32), ("max", torch.int32)],
+)
+def test_hessian_products(name: str, dtype: torch.dtype) -> None:
     model, lossfunc = extend(Net(*BAGS[name])), extend(nn.CrossEntropyLoss())
     is_last = model.bag.include_last_offset
     offsets = torch.cat([OFFSETS, torch.tensor([len(ROWS)])]) if is_last else OFFSETS
     with backpack(HMP()):
-        lossfunc(model(ROWS, offsets), LABELS).backward()
+        lossfunc(model(ROWS.to(dtype), offsets.to(dtype)), LABELS).backward()
     values = {key: p.detach() for key, p in model.named_parameters()}
     for key, parameter in model.named_parameters():
         vector = torch.randn_like(parameter)

@@ -35,11 +35,11 @@ def of_bags(node: Any, arrived: Tensor | None, *others: Tensor | None) -> Grads:
     bag = torch.searchsorted(offsets, place, right=True) - 1
     counts = (bag < len(arrived)) & (index != node._saved_padding_idx)  # the rest is in no bag
     index, bag = index[counts], bag[counts]
-    sizes = torch.zeros_like(offsets[: len(arrived)]).index_add(0, bag, torch.ones_like(bag))
+    sizes = bag.new_zeros(len(arrived)).index_add(0, bag, torch.ones_like(bag))
     zeros = arrived.new_zeros(int(node._saved_weight_sym_argsize_0), arrived.shape[1])
     if node._saved_mode == 2:
-        is_filled = (sizes > 0).unsqueeze(1)
-        return zeros.scatter_add(0, node._saved_result3, arrived * is_filled), *(None for _ in rest)
+        filled = arrived * (sizes > 0).unsqueeze(1)
+        return zeros.scatter_add(0, node._saved_result3.long(), filled), *(None for _ in rest)
     rows = arrived[bag]
     if node._saved_mode == 1:
         rows = rows / sizes[bag].unsqueeze(1)

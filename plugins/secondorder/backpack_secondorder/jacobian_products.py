@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from reprlib import repr as abridged
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,11 +118,18 @@ class OutputJacobian:
     ) -> dict[Tensor, Tensor]:
         if self._edge is None:
             return {parameter: torch.zeros_like(parameter) for parameter in parameters}
-        if not create_graph:
-            nodes_behind((self._edge,))  # each must be a derivative
         in_vectors = create_graph and not self._is_differentiable
-        grads = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
+        grads = gradients(
+            (self._start,), parameters, (vector,), create_graph, in_vectors=in_vectors
+        )
         return dict(zip(parameters, grads, strict=True))
+
+    @cached_property
+    def _start(self) -> Any:
+        """The edge of the output, if all gradients behind it are derivatives."""
+        edge: Any = self._edge
+        nodes_behind((edge,))
+        return edge
 
     def _check(self, vectors: Mapping[Tensor, Tensor]) -> None:
         if not isinstance(vectors, Mapping) or not any(p in vectors for p in self.parameters):
