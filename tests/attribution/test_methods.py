@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from backpack_attribution import (
     GradDot,
@@ -323,8 +323,9 @@ def test_refusals() -> None:
         Influence(queries_at_once=0)
     with pytest.raises(UsageError, match="curvature must be one of"):
         Influence("ggn")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="Got 1 rates and 2 states"):
-        TracIn([{}, {}], [0.1])
+    for rates in ([0.1], 0.1):
+        with pytest.raises(UsageError, match="Got 2 checkpoints, and learning_rates="):
+            TracIn([{}, {}], rates)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Write TracIn\(\.\.\.\)"):
         influence(model, lossfunc, train, queries, TracIn)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="The order is model, loss"):
@@ -419,6 +420,16 @@ def test_loaders_that_shuffle_or_repeat() -> None:
         sampler = DistributedSampler(data, 4, 0, **options)
         with pytest.raises(UsageError, match=f"The DistributedSampler {said}"):
             influence(model, lossfunc, DataLoader(data, 4, sampler=sampler), queries, "dot")
+
+
+def test_loaders_without_a_length() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(*vectors(5), strict=True))
+
+    model, lossfunc, data = mlp(), nn.CrossEntropyLoss(), loader(vectors(5), 2)
+    found = influence(model, lossfunc, DataLoader(Stream(), 2), data, "dot")
+    assert torch.equal(found.values, influence(model, lossfunc, data, data, "dot").values)
 
 
 def test_identities_of_all_kinds() -> None:

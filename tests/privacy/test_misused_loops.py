@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core.errors import BackpackError
+from backpack_core.errors import BackpackError, UnsupportedError
 from backpack_privacy import Clipping
 from backpack_privacy.sums import FIELD
 from tests.privacy.loops import (
@@ -372,6 +372,14 @@ def test_a_failed_batch_leaves_nothing_behind() -> None:
     for x, y in inner.loader:
         inner.step(lossfunc(inner.model(x), y))
     assert inner.steps == 3
+
+
+def test_errors_name_what_users_know() -> None:
+    error = UnsupportedError("Not here.\n[PrivateSum, after Linear '0']")
+    for _ in (private := Loop().private).loader:
+        with pytest.raises(UnsupportedError, match=r"\[Private training, after"), private:
+            raise error
+        break
 
 
 def test_a_failed_batch_can_be_gone_through_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from typing import Any
 
 import dp_accounting
@@ -145,6 +146,23 @@ def test_the_loop_of_the_user_is_the_same() -> None:
     assert difference(model, other) == 0
 
 
+class Averages(torch.optim.SGD):
+    """An optimizer of one's own: it counts its steps, and reads the parameters of a model."""
+
+    def __init__(self, params: Any) -> None:
+        params = [*params]
+        super().__init__(params, lr=0.1)
+        self.count, self.held = 0, nn.ParameterList(params)
+        self.lock = threading.Lock()
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        with torch.no_grad():
+            for p in self.held:
+                p.sub_(p.grad, alpha=0.1 / self.count)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -153,6 +171,7 @@ def test_the_loop_of_the_user_is_the_same() -> None:
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.Adagrad(p, lr=0.1),
         lambda p: torch.optim.RMSprop(p, lr=0.1),
+        Averages,
     ],
 )
 def test_any_optimizer(optimizer: Any) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from backpack_core.errors import UsageError
-from backpack_privacy import AdaptiveClipping, Clipping
-from tests.privacy.problems import difference, privately, run
+from backpack_privacy import AdaptiveClipping, Clipping, make_private
+from tests.privacy.problems import difference, loader_of, make, privately, run
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_been() -> None:
@@ -58,6 +59,33 @@ def test_states_that_would_forget_what_was_spent() -> None:
         other = privately(noise_multiplier=1.0, **options)[0]
         with pytest.raises(UsageError, match="The state is of a training with"):
             other.load_state_dict(private.state_dict())
+
+
+@pytest.mark.parametrize("groups", ["flat", "per_layer"])
+def test_layers_are_unfrozen_later(groups: Any) -> None:
+    """Bounds that do not change follow from the settings; what was spent stays spent."""
+    model, data = make("perceptron")
+    model[0].requires_grad_(False)
+    lossfunc, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model[2:].parameters(), lr=0.1)
+
+    def again() -> Any:
+        options: dict[str, Any] = {"clipping": Clipping(1.0, groups), "noise_multiplier": 1.0}
+        return make_private(model, lossfunc, optimizer, loader_of(data), seed=1, **options)
+
+    private = again()
+    run(private, model, lossfunc, 2)
+    model[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"To train others from now on, call private.close\(\)"):
+        run(private, model, lossfunc, 3)
+    private.close()
+    optimizer.add_param_group({"params": model[0].parameters()})
+    before, more = model[0].weight.clone(), again()
+    more.load_state_dict(private.state_dict())
+    run(more, model, lossfunc, 4)
+    assert more.steps == 4
+    assert more.epsilon(1e-3) > private.epsilon(1e-3)
+    assert more.clipping.sensitivity == pytest.approx(1.0)
+    assert not torch.equal(before, model[0].weight)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])

@@ -205,11 +205,11 @@ class TracIn(Method):
         """
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
-        rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
-        if len(rates) != len(checkpoints):
+        given: Any = [1.0] * len(checkpoints) if learning_rates is None else learning_rates
+        if not isinstance(given, Iterable) or len(rates := [*given]) != len(checkpoints):
             raise UsageError(
-                f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
-                f"{len(checkpoints)} states."
+                "TracIn takes one learning rate for each checkpoint. Got "
+                f"{len(checkpoints)} checkpoints, and learning_rates={given!r:.80}."
             )
         if not all(isfinite(as_number(rate)) for rate in rates):
             raise UsageError(f"learning_rates must be finite numbers. Got {rates!r:.80}.")

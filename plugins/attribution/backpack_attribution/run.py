@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -56,8 +56,7 @@ class Run:
         Raises:
             UsageError: They differ from those of the first pass, which named the samples.
         """
-        total = len(loader) if isinstance(loader, Sized) else None
-        bar = tqdm(loader, what, total, disable=None if self.progress else True, leave=False)
+        bar = tqdm(loader, what, disable=None if self.progress else True, leave=False)
         known = self._seen.get(id(loader), [])
         seen: list[str] = []
         for batch in bar:

@@ -169,21 +169,22 @@ class Clipping:
         return dict(self.bounds)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Set the bounds.
+        """Set the bounds; those of other groups, if they never change, follow from the settings.
 
         Raises:
-            UsageError: The bounds belong to other groups.
+            UsageError: The bounds belong to other groups, and change.
         """
         self.check_state(state)
-        self.bounds = dict(state)
+        if state.keys() == self.bounds.keys():
+            self.bounds = dict(state)
 
     def check_state(self, state: Mapping[str, float]) -> None:
-        """Refuse bounds of other groups.
+        """Refuse bounds of other groups, if bounds change.
 
         Raises:
-            UsageError: The bounds belong to other groups.
+            UsageError: The bounds belong to other groups, and change.
         """
-        if state.keys() != self.bounds.keys():
+        if state.keys() != self.bounds.keys() and type(self).after is not Clipping.after:
             raise UsageError(
                 f"The state has bounds for {', '.join(state)}, but parameters are clipped in the "
                 f"groups {', '.join(self.bounds)}. Call make_private(...) with the same clipping."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, NoReturn, TypeVar
 
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
@@ -24,10 +26,21 @@ def allow_copies(optimizer: Optimizer) -> None:
 
 
 def twin_of(optimizer: _Optimizer) -> _Optimizer:
-    """A copy of an optimizer and its parameters, which takes plain gradients."""
+    """A copy of an optimizer and its parameters, which takes plain gradients.
+
+    Attributes of a user's class, which torch leaves out of copies, are copied as well. Functions
+    are not: schedulers put one in the place of ``step()``.
+    """
     allow_copies(optimizer)
     try:
-        return deepcopy(optimizer)
+        known: dict[int, Any] = {}
+        twin = deepcopy(optimizer, known)
+        for name in vars(optimizer).keys() - vars(twin).keys():
+            value = vars(optimizer)[name]
+            if isinstance(value, Module) or not callable(value):
+                with suppress(Exception):  # locks and files have no copy; few steps need them
+                    vars(twin)[name] = deepcopy(value, known)
+        return twin
     finally:
         refuse_copies(optimizer)
 

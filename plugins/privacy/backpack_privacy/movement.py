@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from backpack_core.errors import UsageError
 from backpack_privacy.copies import twin_of
 from backpack_privacy.processes import Processes
-from backpack_privacy.scalers import SCALED
 from backpack_privacy.shards import local
 from backpack_privacy.sums import Sums
 
@@ -68,9 +67,7 @@ class Movement:
         self._versions = {}  # a step that fails may have moved something
         if not self._left:
             return
-        twin = twin_of(self._optimizer)  # takes along no hooks, and not what scalers leave
-        for name in SCALED & vars(self._optimizer).keys():
-            setattr(twin, name, getattr(self._optimizer, name))
+        twin = twin_of(self._optimizer)  # takes along no hooks
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)
         for parameter, copy in twins.items():

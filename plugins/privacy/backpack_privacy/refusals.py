@@ -311,8 +311,10 @@ def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
 def _check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
     if {n for n, p in model.named_parameters() if p.requires_grad} != {*named}:
         raise UsageError(
-            "Other parameters require a gradient than when make_private(...) was called. Call it "
-            "after all layers are added and frozen."
+            "Other parameters require a gradient than when make_private(...) was called: call it "
+            "after all layers are added and frozen. To train others from now on, call "
+            "private.close(), add them to the optimizer, call make_private(...) again, and load "
+            "private.state_dict(), which says what was spent."
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import View, backpack
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import BackpackError, UnsupportedError, UsageError
 from backpack_firstorder.clipping import ClippedSumGrad
 from backpack_interplay.shards import shards_in
 from backpack_privacy.clipping import Clipping
@@ -316,14 +316,17 @@ def _explain(error: Any) -> None:
     Raises:
         UsageError: Instead of the error, with the argument of ``make_private``.
     """
+    if isinstance(error, BackpackError):  # users know the extension by what it is for
+        error.args = (str(error).replace(PrivateSum.__name__, "Private training"), *error.args[1:])
     if isinstance(error, UnsupportedError):
         is_block = "block of backpack(...)" in str(error)
         error.__notes__.append("Here, that block is `with private:`." if is_block else _NOTE)
     if isinstance(error, UsageError) and "what the loss divides by" in str(error):
         raise UsageError(
             "It is not known what the loss divides by: the loss module of make_private(...) took "
-            'no part, or has no rule. Write make_private(..., normaliser="samples") for '
-            "a mean over samples, or normaliser=None for a sum, or call that module."
+            "no part, has no rule, or is one of several terms. Write make_private(..., "
+            'normaliser="samples") for a mean over samples, or normaliser=None for a sum, or call '
+            "that module alone."
         ) from error
 
 

@@ -148,8 +148,9 @@ def _check_count(count: int) -> None:
     if not count:
         raise UsageError(
             "The backward pass went through no run of the model, so it is not known whether its "
-            "rows are those of the batch. Call the model itself, model(inputs), not its layers. It "
-            "must return tensors, or tuples, lists, dictionaries or dataclasses of them."
+            "rows are those of the batch. Call the model itself, model(inputs), not its layers; if "
+            "it is compiled, give make_private(...) what torch.compile returned. It must return "
+            "tensors, or tuples, lists, dictionaries or dataclasses of them."
         )
     if count > 1:
         raise UsageError(
