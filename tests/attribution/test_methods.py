@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -117,6 +119,21 @@ def test_tracin_adds_up_checkpoints_and_leaves_the_model(problem, tmp_path) -> N
     assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-12, atol=1e-12)
     for name, value in model.state_dict().items():
         assert torch.equal(value, last[name])
+
+
+def test_checkpoints_of_tied_models_and_others(tmp_path) -> None:
+    """Files may have one of the names of a tied weight; states may be inside of something else."""
+    model, data = tied(), loader(tokens(4), 2)
+    save_model(model, str(tmp_path / "tied.safetensors"))
+    state = model.state_dict()
+    inside = {"state_dict": state, "epoch": 3}
+    found = [
+        influence(model, nn.CrossEntropyLoss(), data, data, TracIn([given]))
+        for given in (state, tmp_path / "tied.safetensors")
+    ]
+    assert torch.equal(found[0].values, found[1].values)
+    with pytest.raises(UsageError, match=r'such as checkpoint\["state_dict"\]'):
+        influence(model, nn.CrossEntropyLoss(), data, data, TracIn([inside]))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -437,6 +454,8 @@ def test_identities_of_all_kinds() -> None:
     x, y = vectors(4)
     train, queries = loader((x, y), 2), loader(vectors(2), 2)
     named = influence(model, lossfunc, train, queries, "dot", identities=["a", "b", "c", "d"])
+    numbered = influence(model, lossfunc, train, queries, "dot", identities=np.arange(4) * 3)
+    assert numbered.train == [0, 3, 6, 9]
     by_content = influence(model, lossfunc, train, queries, "dot", identities="content")
     turned = [(x[[3, 0, 1]], y[[3, 0, 1]]), (x[[2]], y[[2]])]
     again = influence(model, lossfunc, turned, queries, "dot", identities="content")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -285,10 +286,12 @@ def _rows_of(counts: Sequence[int]) -> int:
     return counts[0]
 
 
-def _place_of(tensor: Tensor) -> tuple[Any, ...]:
-    own: Any = tensor
+def _place_of(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return id(value)
+    own: Any = value
     own = own.to_local() if hasattr(own, "to_local") else own  # a shard
-    return own.data_ptr(), tensor.shape
+    return own.data_ptr(), value.shape
 
 
 def as_number(value: Any) -> float:
@@ -323,14 +326,33 @@ def see_checkpoints(checkpoints: Sequence[Checkpoint]) -> None:
 
 @contextmanager
 def at_checkpoint(model: Module, state: Checkpoint) -> Iterator[None]:
-    """A block that runs the model with the values of a checkpoint, and restores its own."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    """A block that runs the model with the values of a checkpoint, and restores its own.
+
+    Raises:
+        UsageError: The checkpoint is not one of the model.
+    """
+    before = copy.deepcopy(model.state_dict())
     try:
-        own = _state(state).items()  # of a compiled model, perhaps
-        model.load_state_dict({key.removeprefix("_orig_mod."): value for key, value in own})
+        try:
+            model.load_state_dict(_with_all_names(_state(state), model))
+        except RuntimeError as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            raise UsageError(
+                f"A checkpoint does not fit the model: {why:.300}. Give what model.state_dict() "
+                'returned, such as checkpoint["state_dict"], with names that begin like those of '
+                "the model."
+            ) from error
         yield
     finally:
         model.load_state_dict(before)
+
+
+def _with_all_names(state: Mapping[str, Tensor], model: Module) -> dict[str, Tensor]:
+    """A state with all names of tied parameters, of which a file may have only one."""
+    found = {key.removeprefix("_orig_mod."): value for key, value in state.items()}  # compiled
+    names = dict(model.named_parameters(remove_duplicate=False))
+    known = {parameter: found[name] for name, parameter in names.items() if name in found}
+    return {n: known[p] for n, p in names.items() if p in known} | found
 
 
 def _state(given: Checkpoint) -> Mapping[str, Tensor]:
