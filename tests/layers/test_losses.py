@@ -232,6 +232,12 @@ def test_refuses_what_broadcasts_the_input() -> None:
         view = started(nn.MSELoss(), draw(4), draw(4, 1))
     with pytest.raises(UnsupportedError, match="target has shape"):
         rule_for(view.module).check(view)
+    with pytest.warns(UserWarning, match="target size"):
+        linear = [started(nn.L1Loss(), draw(4, 1), draw(4))]
+    linear += [started(nn.KLDivLoss(reduction="batchmean"), draw(4, 1), uniform(4))]
+    for view in linear:
+        with pytest.raises(UnsupportedError, match="samples would share terms"):
+            rule_for(view.module).check_terms(view)
     module = nn.MultiLabelSoftMarginLoss(weight=CLASS_WEIGHT)
     view = started(module, draw(4, 1), labels(4, 1))
     with pytest.raises(UnsupportedError, match="weight has shape"):

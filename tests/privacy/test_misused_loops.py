@@ -148,6 +148,12 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Loop(lossfunc=Ours()).each(well),
         'make_private(..., normaliser="samples")',
     ),
+    "targets that broadcast": (
+        lambda: Loop(nn.Linear(5, 1), lossfunc=nn.PoissonNLLLoss(), normaliser="samples").each(
+            well
+        ),
+        "samples would share terms",
+    ),
     "two forward passes": (
         lambda: Loop(lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(
             stepping(lambda loop, x, y: loop.loss(x, y) + loop.loss(x.flip(0), y.flip(0)))

@@ -46,9 +46,9 @@ def broadcast(view: View, what: str, whole: Tensor) -> Tensor:
         return restrict(view, whole.expand(shape))
     except RuntimeError as error:
         raise UnsupportedError(
-            f"Curvature of {view.path} needs one loss term for each element of the input, of "
-            f"shape {list(shape)}, but its {what} has shape {list(whole.shape)}, which does not "
-            "broadcast to that: give both the same shape."
+            f"{view.path} needs one loss term for each element of its input, of shape "
+            f"{list(shape)}, but its {what} has shape {list(whole.shape)}, which does not "
+            "broadcast to that, so samples would share terms: give both the same shape."
         ) from error
 
 
@@ -176,18 +176,15 @@ class LinearLossRule(HessianLossRule):
 
     Exact quantities are zero. Sampling is refused: the likelihood of this loss has Fisher
     information, and a Monte-Carlo quantity of zero would be mistaken for an estimate of it.
-
-    Class attributes:
-        axes: How many axes the input needs at least.
     """
 
     hessian_is_psd = True
     hessian_is_zero = True
-    axes: ClassVar[int] = 1
 
     def check_terms(self, view: View) -> None:
-        """The input needs its axes."""
-        check_arguments(view, self.axes)
+        """Targets must not broadcast the input."""
+        check_arguments(view, axes=1)
+        broadcast(view, "target", tensor(view.full, "target"))
 
     def normalisation(self, view: View) -> float | Tensor:
         """A mean is over all elements of the whole batch."""

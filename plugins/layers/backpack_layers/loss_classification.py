@@ -146,8 +146,11 @@ class NLLLossRule(LinearLossRule):
     """``ℓ = -w_y x_y`` for log-probabilities ``x``: linear."""
 
     module_types = (nn.NLLLoss,)
-    axes = 2
     instead = "For the curvature of a softmax model apply CrossEntropyLoss to the logits."
+
+    def check_terms(self, view: View) -> None:
+        """The input needs an axis of classes."""
+        check_arguments(view, axes=2)
 
     def normalisation(self, view: View) -> float | Tensor:
         """A mean divides by the weights of the targets."""

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isclose
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from backpack_core import View
-from backpack_core.contract.rules import normaliser_of
+from backpack_core.contract.rules import LossRule, normaliser_of
 from backpack_core.errors import UnsupportedError, UsageError
 
 
@@ -97,9 +97,13 @@ def divisor_of(view: View, scale: float) -> Divisor | None:
     Args:
         view: The call.
         scale: What the model's own loss was multiplied by.
+
+    Raises:
+        UnsupportedError: Samples share terms of the loss, by targets that broadcast its input.
     """
     if not view.call.rule.is_loss or view.grad_output is None:
         return None
+    cast(LossRule, view.call.rule).check_terms(view)
     with suppress(UsageError, UnsupportedError):
         known = normaliser_of(view)
         number = 1.0 if known is None else float(known)
