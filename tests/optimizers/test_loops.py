@@ -55,6 +55,19 @@ def test_the_models_zero_grad_forgets_passes(kind: Any, to_none: bool) -> None:
     assert_near(values(model), values(twin))
 
 
+@BOTH
+def test_a_step_inside_of_the_block_is_refused(kind: Any) -> None:
+    """The gradient would be that of the last pass alone, and the factors those of the others."""
+    model, lossfunc, x, y = problem()
+    optimizer, before = kind(model, lr=0.1, **EXACT), values(model)
+    a_pass(optimizer, model, lossfunc, x, y)
+    with optimizer.curvature():
+        lossfunc(model(x), y).backward()
+        with pytest.raises(UsageError, match="step after the block"):
+            optimizer.step()
+    assert torch.equal(before, values(model))
+
+
 def test_gradients_of_zero_are_a_step() -> None:
     """Also if they were clipped in place."""
     model, lossfunc = problem()[0], extend(nn.MSELoss())

@@ -195,13 +195,18 @@ class FactoredOptimizer(GroupedOptimizer):
             What the closure returned.
 
         Raises:
-            UsageError: Factors are due, but no pass ran inside a block; factors are not finite; or
-                the model has exchanged a parameter.
+            UsageError: Factors are due, but no pass ran inside a block; the block is still open;
+                factors are not finite; or the model has exchanged a parameter.
         """
         if self._adapt is not None and closure is None:
             raise UsageError(
                 "adapt= compares the loss before and after a step: pass a closure, "
                 "optimizer.step(closure), that computes the loss and calls backward()."
+            )
+        if closure is None and self._joined.is_open:
+            raise UsageError(
+                "optimizer.step() was called inside of `with optimizer.curvature():`, before its "
+                "pass was added to those before: step after the block."
             )
         self._require_present()
         replay = Replay(next((p.device for p in self._all()), torch.device("cpu")))

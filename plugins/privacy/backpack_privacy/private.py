@@ -286,8 +286,8 @@ class Private(Spending):
             if not self._sums.is_complete:
                 raise UsageError(
                     "optimizer.step() has no private sum of a whole batch for its step. Go "
-                    "backward in `with private:`, or call private.step(loss), and step if "
-                    "private.is_complete."
+                    "backward in `with private:`, and step after this block if "
+                    "private.is_complete, or call private.step(loss)."
                 )
             scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it
             self._fill(1.0 if scale is None else float(scale))
