@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.errors import OverwrittenInputError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import GGNMP, JMP, NTK, DiagHessian, Jacobians
+from backpack_data import accumulate
 from backpack_secondorder.outputs import SumOutputs
 from tests import oracle
 from tests.cases import Net
@@ -106,6 +107,15 @@ def test_the_loss_has_no_part(factor: float) -> None:
             oracle.assert_close(p.jacobians, jacobian)
             v = torch.randn_like(p)
             oracle.assert_close(p.jmp(v), torch.einsum("nc...,...->nc", jacobian, v))
+
+
+def test_over_a_data_set() -> None:
+    """Batches of a loader have targets, which this loss leaves alone."""
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    loader = [(part, torch.zeros(len(part)).long()) for part in x.split(2)]
+    found = accumulate(net, SumOutputs(), loader, Jacobians(), progress=False).field("jacobians")
+    for value, jacobian in zip(found.values(), explicit(net, list(net(x))), strict=True):
+        oracle.assert_close(value, jacobian)
 
 
 def test_chunks_samples_and_no_gradient() -> None:

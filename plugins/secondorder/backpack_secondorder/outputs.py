@@ -40,8 +40,12 @@ class SumOutputs(Module):
             raise UsageError(f'reduction must be "sum", "mean" or "none". Got {reduction!r}.')
         self.reduction = reduction
 
-    def forward(self, output: Tensor) -> Tensor:
+    def forward(self, output: Tensor, target: object = None) -> Tensor:
         """``[N, *] →`` a number; without a reduction ``[N]``.
+
+        Args:
+            output: What the model returns.
+            target: Not used: loaders may give one.
 
         Raises:
             UnsupportedError: The output is complex.
