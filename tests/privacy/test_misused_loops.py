@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core.errors import BackpackError, UnsupportedError
+from backpack_core.errors import BackpackError, NotExtendedError, UnsupportedError
 from backpack_privacy import Clipping
 from backpack_privacy.sums import FIELD
 from tests.privacy.loops import (
@@ -385,6 +385,9 @@ def test_errors_name_what_users_know() -> None:
     for _ in (private := Loop().private).loader:
         with pytest.raises(UnsupportedError, match=r"\[Private training, after"), private:
             raise error
+        with pytest.raises(NotExtendedError, match=r"\(Private training\)") as caught, private:
+            pass
+        assert "Here, that block is `with private:`." in caught.value.__notes__
         break
 
 

@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import View, backpack
-from backpack_core.errors import BackpackError, UnsupportedError, UsageError
+from backpack_core.errors import (
+    BackpackError,
+    NotExtendedError,
+    UnsupportedError,
+    UsageError,
+)
 from backpack_firstorder.clipping import ClippedSumGrad
 from backpack_interplay.shards import shards_in
 from backpack_privacy.clipping import Clipping
@@ -292,8 +297,9 @@ class Pass:
                 self._sums.add(self._draw, *self.found())
                 if self._draw.units:
                     self._sums.divisors.check(self._said, self._divisors)
-        except Exception:
+        except Exception as fault:
             self._sums.forget()
+            _explain(fault)
             raise
         finally:
             for parameter in self._sums.groups:
@@ -318,8 +324,8 @@ def _explain(error: Any) -> None:
     """
     if isinstance(error, BackpackError):  # users know the extension by what it is for
         error.args = (str(error).replace(PrivateSum.__name__, "Private training"), *error.args[1:])
-    if isinstance(error, UnsupportedError):
-        is_block = "block of backpack(...)" in str(error)
+    if isinstance(error, (UnsupportedError, NotExtendedError)):
+        is_block = any(text in str(error) for text in ("block of backpack(...)", "of this block"))
         error.__notes__.append("Here, that block is `with private:`." if is_block else _NOTE)
     if isinstance(error, UsageError) and "what the loss divides by" in str(error):
         raise UsageError(
