@@ -155,3 +155,19 @@ def test_what_is_checked_is_checked_in_captured_steps() -> None:
         step, batch = capture(function, private), next(iter(private.loader))
         with pytest.raises(UsageError, match=message):
             step(*batch)
+
+
+def test_what_losses_divide_by_is_compared_in_graphs() -> None:
+    """Ignored targets change what a mean divides by, and so what every sample gives."""
+    private, model, lossfunc = privately(sampling="shuffled", normaliser="samples", checks=0)
+    step = capture(lambda x, y: lossfunc(model(x), y), private)
+    for number in range(EPOCHS):
+        for x, y in private.loader:
+            if number < EPOCHS - 1:
+                step(x, y)
+                continue
+            assert replays(step)
+            y[0] = -100
+            with pytest.raises(UsageError, match="divides by 4, but CrossEntropyLoss divides by 3"):
+                step(x, y)
+            break

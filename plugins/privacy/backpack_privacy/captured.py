@@ -7,7 +7,7 @@ and their gradients have the weight zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from math import ceil, sqrt
@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from backpack_core.errors import UsageError
 from backpack_core.record.nested import map_tensors
+from backpack_privacy.divisors import Noted, divisors_of, noted
 from backpack_privacy.shards import is_shard
 from backpack_privacy.sums import FIELD, Pass, Told
 
@@ -43,13 +44,16 @@ class CapturedPass(Pass):
     def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
         """The captured step enters the block."""
 
-    def take(self, norms: Mapping[str, Tensor]) -> None:
+    def take(self, norms: Mapping[str, Tensor], said: float, found: Sequence[Noted]) -> None:
         """Take the norms of the samples; those of copies come last.
 
         Args:
             norms: For each group, shape ``[N]``.
+            said: What the loss was said to divide by.
+            found: What extended losses say.
         """
-        self._norms = {name: found[: self._draw.units] for name, found in norms.items()}
+        self._norms = {name: all_rows[: self._draw.units] for name, all_rows in norms.items()}
+        self._said, self._divisors = said, divisors_of(found, 1.0)
 
     def found(self) -> tuple[Mapping[Tensor, Tensor], Mapping[str, Tensor]]:
         """See the base class."""
@@ -131,11 +135,12 @@ class CapturedSteps:
             args, kwargs = self._copies.behind((args, kwargs), rows, size)
             bounds = torch.tensor([*private.clipping.bounds.values()], dtype=torch.float64)
             real = torch.arange(size, device=next(iter(private._named.values())).device) < rows
+            normaliser = size if private._normaliser == "samples" else private._normaliser
             try:
-                _, norms = self._step(size)(bounds, real, *args, **kwargs)
+                _, (norms, losses) = self._step(normaliser)(bounds, real, *args, **kwargs)
             finally:
                 self._given.forget()
-            begun.take(norms)
+            begun.take(norms, 1.0 if isinstance(normaliser, str) else normaliser or 1.0, losses)
         if not private.is_complete:
             return False
         private.optimizer.step()
@@ -146,10 +151,9 @@ class CapturedSteps:
         size = -(-rows // self._tile) * self._tile
         return size if self._most is None else min(size, self._most)
 
-    def _step(self, size: int) -> Callable[..., Any]:
-        """The captured step for batches of one size, if settings depend on the size."""
+    def _step(self, normaliser: Any) -> Callable[..., Any]:
+        """The captured step for a loss that divides by a number."""
         private, function, given = self._private, self._function, self._given
-        normaliser = size if private._normaliser == "samples" else private._normaliser
         if normaliser not in self._steps:
 
             def step(bounds: Tensor, real: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +162,7 @@ class CapturedSteps:
 
             modules = [m for m in (private._inner, private.lossfunc) if isinstance(m, Module)]
             extension = self._extension(normaliser)
-            found = partial(_Seen, private.watched, given)
+            found = partial(_Seen, private.watched, given, not isinstance(normaliser, str))
             self._steps[normaliser] = self._make(
                 *(step, *modules, extension), gradient="none", observer=found
             )
@@ -202,17 +206,20 @@ def _check_rows(seen: int, shown: int) -> None:
 class _Seen:
     """Observes passes of the engine, and checks after each pass what was watched."""
 
-    def __init__(self, watched: Callable[[], None], given: _Given) -> None:
-        self._watched, self._given = watched, given
+    def __init__(self, watched: Callable[[], None], given: _Given, is_told: bool) -> None:
+        self._watched, self._given, self._is_told = watched, given, is_told
+        self._losses: list[Noted] = []
 
     def __call__(self, view: Any) -> None:
-        """Do nothing: norms come at the end."""
+        """Note what extended losses divide by, though something else was said."""
+        if self._is_told:
+            self._losses += noted(view)
 
-    def found(self) -> dict[str, Tensor]:
-        """The norms of all rows, for each group."""
+    def found(self) -> tuple[dict[str, Tensor], list[Noted]]:
+        """The norms of all rows, for each group, and what losses say."""
         self._watched()
         norms, self._given.norms = self._given.norms, {}
-        return norms
+        return norms, self._losses
 
 
 class _Copies:

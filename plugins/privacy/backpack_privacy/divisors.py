@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isclose
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from backpack_core import View
-from backpack_core.contract.rules import LossRule, normaliser_of
+from backpack_core.contract.rules import LossRule, Normaliser, normaliser_of
 from backpack_core.errors import UnsupportedError, UsageError
 
 
@@ -91,26 +92,55 @@ class Divisors:
         self._known = seen | self._known
 
 
-def divisor_of(view: View, scale: float) -> Divisor | None:
-    """What a call divides by, if it is an extended loss that says so, and takes part.
+class Noted(NamedTuple):
+    """What an extended loss says in a pass; its tensors are not looked at, so it can be recorded.
+
+    Attributes:
+        path: Which loss it is.
+        number: What it divides by; ``None`` for a sum.
+        factor: What the model's own loss multiplies this loss by, times the scale.
+        shape: The shape of what the loss received.
+    """
+
+    path: str
+    number: Normaliser
+    factor: Tensor
+    shape: tuple[int, ...]
+
+
+def noted(view: View) -> list[Noted]:
+    """What a call says about its divisor, if it is an extended loss that takes part.
 
     Args:
         view: The call.
-        scale: What the model's own loss was multiplied by.
 
     Raises:
         UnsupportedError: Samples share terms of the loss, by targets that broadcast its input.
     """
-    if not view.call.rule.is_loss or view.grad_output is None:
-        return None
-    cast(LossRule, view.call.rule).check_terms(view)
+    rule = view.call.rule
+    if not isinstance(rule, LossRule) or view.grad_output is None:
+        return []
+    rule.check_terms(view)
     with suppress(UsageError, UnsupportedError):
-        known = normaliser_of(view)
-        number = 1.0 if known is None else float(known)
-        factor = float(view.grad_output) / scale
-        # A loss of nothing has gradients that are not numbers.
-        return Divisor(view.path, number, factor, view.input_shape) if number * factor else None
-    return None
+        return [Noted(view.path, normaliser_of(view), view.grad_output, tuple(view.input_shape))]
+    return []
+
+
+def divisors_of(found: Sequence[Noted], scale: float) -> list[Divisor]:
+    """What losses divide by.
+
+    Args:
+        found: What they say.
+        scale: What the model's own loss was multiplied by.
+    """
+    numbers = [
+        (1.0 if n.number is None else float(n.number), float(n.factor) / scale) for n in found
+    ]
+    return [
+        Divisor(each.path, number, factor, torch.Size(each.shape))
+        for each, (number, factor) in zip(found, numbers, strict=True)
+        if number * factor  # a loss of nothing has gradients that are not numbers
+    ]
 
 
 def _are_close(first: float, second: float) -> bool:

@@ -23,7 +23,7 @@ from backpack_core.errors import (
 from backpack_firstorder.clipping import ClippedSumGrad
 from backpack_interplay.shards import shards_in
 from backpack_privacy.clipping import Clipping
-from backpack_privacy.divisors import Divisor, Divisors, divisor_of
+from backpack_privacy.divisors import Divisor, Divisors, divisors_of, noted
 from backpack_privacy.refusals import is_half
 from backpack_privacy.sampling import Draw
 
@@ -263,8 +263,7 @@ class Pass:
 
     def _look(self, view: View) -> None:
         """Note what extended losses divide by, though something else was said."""
-        divisor = divisor_of(view, self._scale)
-        self._divisors += [] if divisor is None else [divisor]
+        self._divisors += divisors_of(noted(view), self._scale)
 
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
         if self._has_run:
