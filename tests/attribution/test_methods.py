@@ -439,6 +439,14 @@ def test_loaders_that_shuffle_or_repeat() -> None:
             influence(model, lossfunc, DataLoader(data, 4, sampler=sampler), queries, "dot")
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+def test_targets_that_broadcast() -> None:
+    """Outputs [N, 1] and targets [N] make a table of [N, N] losses."""
+    model, data = nn.Linear(5, 1), [(vectors(4)[0], torch.randn(4))]
+    with pytest.raises(UsageError, match=r"Give targets of the shape of the output, \[4, 1\]"):
+        influence(model, nn.MSELoss(), data, data, "dot")
+
+
 def test_loaders_without_a_length() -> None:
     class Stream(IterableDataset):
         def __iter__(self):

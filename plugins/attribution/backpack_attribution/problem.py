@@ -145,7 +145,7 @@ class Problem:
                 "up, loss.sum(), and remove .detach(), .item() and torch.no_grad(). Got "
                 f"{loss!r:.80}."
             )
-        if not self._is_known_sum:
+        if not self._is_known_sum or _may_broadcast(output, targets):
             self._check_sum(loss.detach(), output, targets)
         if not self._is_repeated:
             self._check_repeated(loss.detach(), batch)
@@ -242,10 +242,12 @@ class Problem:
         total, rtol = sum(parts), max(1e-3, 4 * torch.finfo(loss.dtype).eps)
         # Parts of different signs may cancel, but what they were rounded by does not.
         if not isclose(float(loss), total, rel_tol=rtol, abs_tol=rtol * sum(map(abs, parts))):
+            what = "a loss module of torch, or another loss that sums over samples, without a mean"
+            if _may_broadcast(output, targets):
+                what = f"targets of the shape of the output, {[*output.shape]}"
             raise UsageError(
                 f"The loss of a batch, {float(loss):.4g}, is not the sum of its samples' losses, "
-                f"{total:.4g}. Give a loss module of torch, or another loss that sums over "
-                "samples, without a mean."
+                f"{total:.4g}. Give {what}."
             )
         self._is_known_sum = True
 
@@ -303,6 +305,12 @@ def samples_in(value: Any) -> int:
         except UsageError:
             continue
     raise UsageError("A batch needs a tensor with the samples on axis 0, but this one has none.")
+
+
+def _may_broadcast(output: Any, targets: Any) -> bool:
+    """Whether targets are numbers of another shape than the output, ``[N]`` and ``[N, 1]``."""
+    are_tensors = isinstance(output, Tensor) and isinstance(targets, Tensor)
+    return are_tensors and targets.is_floating_point() and targets.shape != output.shape
 
 
 def _is_half(value: Any) -> bool:
