@@ -147,7 +147,7 @@ def test_the_loop_of_the_user_is_the_same() -> None:
 
 
 class Averages(torch.optim.SGD):
-    """An optimizer of one's own: it counts its steps, and reads the parameters of a model."""
+    """An optimizer of one's own: it counts its steps, holds parameters, and centres gradients."""
 
     def __init__(self, params: Any) -> None:
         params = [*params]
@@ -160,6 +160,7 @@ class Averages(torch.optim.SGD):
         with torch.no_grad():
             for p in self.held:
                 p.sub_(p.grad, alpha=0.1 / self.count)
+                p.grad = p.grad - p.grad.mean()
         return super().step(closure)
 
 

@@ -315,7 +315,7 @@ class Private(Spending):
             return
         overflow = getattr(optimizer, "found_inf", None)  # fused optimizers look by themselves
         self._is_stepped = overflow is None or not bool(overflow)
-        self._given.take_back()
+        self._given.take_back(is_over=True)
         self._movement.after()
         if not self._is_filled:  # otherwise when the scaler is through
             self._step_without_samples(self._waiting.take_empty())
