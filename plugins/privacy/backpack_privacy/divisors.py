@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isclose
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backpack_core import View
-from backpack_core.contract.rules import LossRule, Normaliser, normaliser_of
+from backpack_core.contract.rules import normaliser_of
 from backpack_core.errors import UnsupportedError, UsageError
 
 
@@ -103,7 +103,7 @@ class Noted(NamedTuple):
     """
 
     path: str
-    number: Normaliser
+    number: float | Tensor | None
     factor: Tensor
     shape: tuple[int, ...]
 
@@ -117,8 +117,8 @@ def noted(view: View) -> list[Noted]:
     Raises:
         UnsupportedError: Samples share terms of the loss, by targets that broadcast its input.
     """
-    rule = view.call.rule
-    if not isinstance(rule, LossRule) or view.grad_output is None:
+    rule: Any = view.call.rule
+    if not rule.is_loss or view.grad_output is None:
         return []
     rule.check_terms(view)
     with suppress(UsageError, UnsupportedError):
