@@ -268,22 +268,19 @@ class SmallNet(Module):
 
     Args:
         case: The layer.
-        samples: The batch size.
         outputs: The size of the net's output.
         twice: Whether to call the layer on a second input as well, and add the results.
         axis: The axis of the layer's output that holds the samples.
     """
 
-    def __init__(
-        self, case: RuleCase, samples: int, outputs: int, twice: bool = False, axis: int = 0
-    ) -> None:
+    def __init__(self, case: RuleCase, outputs: int, twice: bool = False, axis: int = 0) -> None:
         super().__init__()
         self.layer, self.nr, self.axis, self.twice = case.module(), case.output_nr, axis, twice
-        inputs = case.arguments(samples)
+        inputs = case.arguments(SAMPLES)  # of one sample, any axis of length one looks like it
         sizes = {
             str(slot): tensor.shape[-1]
             for slot, tensor in enumerate(inputs.tensors())
-            if case.is_live(slot, tensor) and tensor.dim() > 1 and len(tensor) == samples
+            if case.is_live(slot, tensor) and tensor.dim() > 1 and len(tensor) == SAMPLES
         }
         self.mixes = torch.nn.ModuleDict({slot: Mix(size) for slot, size in sizes.items()})
         with disable(), torch.no_grad():
@@ -310,5 +307,5 @@ def build_net(
     case: RuleCase, samples: int = SAMPLES, outputs: int = CLASSES, **options: Any
 ) -> tuple[SmallNet, Arguments]:
     """The small net around a case's layer in double precision, always the same, and its inputs."""
-    net = seeded(lambda: SmallNet(case, samples, outputs, **options), 8)
+    net = seeded(lambda: SmallNet(case, outputs, **options), 8)
     return net.double(), case.arguments(samples)

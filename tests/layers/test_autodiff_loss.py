@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
@@ -49,6 +50,53 @@ def dice(x: Tensor, y: Tensor) -> Tensor:
 def quartic(x: Tensor, y: Tensor) -> Tensor:
     """Each sample's entries, ``[N, C]``; convex."""
     return (x - y.unsqueeze(1)) ** 4
+
+
+class Softplus(torch.autograd.Function):
+    """``log(1 + eˣ)``, whose ``backward`` can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.softplus(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.sigmoid()
+
+
+class InForward(Softplus):
+    """Its slope is computed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.slope = x.sigmoid()
+        return F.softplus(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.slope
+
+
+class Once(Softplus):
+    """Marked as not to be differentiated."""
+
+    backward = staticmethod(once_differentiable(Softplus.backward))
+
+
+class Huber(Softplus):
+    """Quadratic up to one, with kinks in its slope."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.huber_loss(x, torch.zeros_like(x), reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.clamp(-1, 1)
 
 
 def problem(function: Callable[..., Tensor], batch: int = 4, **settings: Any) -> Problem:
@@ -307,3 +355,31 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="a loss of output and target"):
         AutodiffLoss(nn.MSELoss)
     assert "negative='refuse'" in repr(AutodiffLoss(quartic))
+
+
+@pytest.mark.parametrize("function", [Softplus, Huber])
+def test_functions_of_users(function: Any) -> None:
+    found = problem(lambda x, y: function.apply(3 * x).sum(1))
+    expected = found.expected(hessians)
+    found.run(DiagHessian())
+    for p, hessian in zip(found.parameters, expected, strict=True):
+        oracle.assert_close(p.diag_h.flatten(), hessian.sum(0).diagonal())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [DiagHessian, DiagGGNExact, GGNMP])
+@pytest.mark.parametrize("function", [InForward, Once])
+def test_functions_that_lack_a_second_derivative(
+    function: Any, kind: Any, dtype: torch.dtype
+) -> None:
+    model, x = extend(mlp().to(dtype)), torch.randn(4, 3, dtype=dtype)
+    lossfunc = extend(AutodiffLoss(lambda x, y: function.apply(x).sum(1)))
+
+    def run() -> None:
+        with backpack(kind()):
+            lossfunc(model(x), LABELS).backward()
+        if kind is GGNMP:  # the Hessian is computed at the first product
+            model[0].weight.ggnmp(torch.ones_like(model[0].weight))
+
+    with pytest.raises(UnsupportedError, match=r"backward\(\) cannot be differentiated"):
+        run()

@@ -219,3 +219,16 @@ def test_refuses_dropout_in_training_and_packed_sequences() -> None:
     packed = pack_padded_sequence(draw(2, 3, INPUT), [3, 2], batch_first=True)
     with pytest.raises(UnsupportedError, match="PackedSequence"):
         rule.check(make_view(module.eval(), packed))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "tanh"])
+def test_chosen_samples_with_given_states(kind: str) -> None:
+    """With two directions and two samples, axis 0 of the states is as long as the batch."""
+    rule, module = build(kind, bidirectional=True)
+    x, states = draw(2, STEPS, INPUT), initial(module, 2)
+    part = tuple(s[:, 1:] for s in states) if isinstance(states, tuple) else states[:, 1:]
+    whole, alone = make_view(module, x, states), make_view(module, x[1:], part)
+    chosen = subsample(whole, [1])
+    grad, mat = draw(1, STEPS, 2 * HIDDEN), draw(2, 1, STEPS, INPUT)
+    ours = rule._second_derivative_mat_prod(chosen, grad, mat)
+    assert_equal(ours, rule._second_derivative_mat_prod(alone, grad, mat))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ from backpack_core import (
 )
 from backpack_core.cli.doctor import examine
 from backpack_core.contract import bases
-from backpack_core.contract.bases import JUDGES, Candidate
+from backpack_core.contract.bases import BASES, JUDGES, Candidate
 from backpack_core.errors import (
     PluginCodeError,
     PluginConflictError,
@@ -35,6 +37,7 @@ from backpack_core.extensions import DiagGGNExact
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_case, temporary_plugin
 from backpack_products import FirstOrderExtension, ParametricRule
+from backpack_products.declarations import _declarations, _near
 from backpack_products.derivatives import second_derivative_mat_prod, second_order
 from tests.distributions import FakeDistribution
 
@@ -418,3 +421,18 @@ def test_a_library_judges_what_its_classes_declare(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PluginError, match=r"module_types must .*; its weight is not known"):
         register(derived(GainRule, module_types=()))
     assert [cls.__name__ for cls in asked] == ["Slip"]
+
+
+def test_quick_comparison_finds_what_difflib_finds() -> None:
+    known, draw = [*_declarations((*BASES,))], random.Random(0)
+    found = 0
+    for _ in range(1000):
+        letters = [*draw.choice(known)]
+        for _ in range(draw.randrange(4)):
+            place = draw.randrange(len(letters))
+            letters[place : place + draw.randrange(2)] = draw.choice(["", "_", "s", "x"])
+        name, least = "".join(letters) or "x", draw.choice([0.8, 0.92])
+        expected = {*get_close_matches(name, known, len(known), least)}
+        assert expected <= {*_near(name, least)}
+        found += len(expected)
+    assert found > 500

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import GGNMP, HMP, DiagHMP
+from backpack_core.errors import UnsupportedError
+from backpack_core.extensions import GGNMP, HMP, JMP, PCHMP, BatchGrad, DiagHMP
 from backpack_secondorder.over_data import GGN, Hessian
+from tests.cases import Net
 from tests.oracle import assert_close
 
 
@@ -321,3 +325,117 @@ def test_labels_that_are_learned(weighted: bool, reduction: str) -> None:
         value(model).backward()
     vectors = torch.eye(4).reshape(4, 2, 2)
     assert_close(model.weight.hmp(vectors).reshape(4, 4), block.reshape(4, 4).detach())
+
+
+class Sine(torch.autograd.Function):
+    """``sin x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Once(Sine):
+    """Marked as not to be differentiated."""
+
+    backward = staticmethod(once_differentiable(Sine.backward))
+
+
+class Nested(Sine):
+    """By autograd, without a graph."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(x.sin(), x, grad)
+
+
+class Sign(Sine):
+    """The derivative is zero, and has no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.zeros_like(grad)
+
+
+def function_net(function: Any) -> nn.Module:
+    """A function between modules."""
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 2)}
+    net = Net(lambda net, x: net.last(function(net.first(x)) + net.first(x)), **parts)
+    return net.double()
+
+
+def products(net: nn.Module, kind: Any) -> list[Tensor]:
+    """Of every parameter with ones, after one pass."""
+    extend(net)
+    lossfunc = extend(nn.MSELoss())
+    x, y = torch.linspace(-1, 1, 15).double().reshape(5, 3), torch.ones(5, 2).double()
+    with backpack(kind()):
+        lossfunc(net(x), y).backward()
+    found = [getattr(p, kind.savefield) for p in net.parameters()]
+    ones = [torch.ones_like(p) for p in net.parameters()]
+    return [f(v) if callable(f) else f for f, v in zip(found, ones, strict=True)]
+
+
+PRODUCTS = [GGNMP, HMP, DiagHMP, JMP]
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(("function", "same"), [(Sine, torch.sin), (Sign, torch.sign)])
+def test_functions_of_users(function: Any, same: Any, kind: Any) -> None:
+    found = products(function_net(function.apply), kind)
+    for ours, theirs in zip(found, products(function_net(same), kind), strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [*PRODUCTS, PCHMP])
+@pytest.mark.parametrize("function", [Once, Nested])
+def test_functions_without_a_graph(function: Any, kind: Any) -> None:
+    with pytest.raises(UnsupportedError):
+        products(function_net(function.apply), kind)
+
+
+def test_a_marked_function_under_a_linear_loss() -> None:
+    """What arrives there has no graph, so that only the mark tells."""
+    model = extend(nn.Linear(3, 2))
+    with backpack(HMP()):
+        Once.apply(model(torch.randn(4, 3))).sum().backward()
+    with pytest.raises(UnsupportedError, match="returns gradients without a graph"):
+        model.weight.hmp(torch.ones_like(model.weight))
+
+
+@pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="this version has no chunks"
+)
+def test_linear_cross_entropy_in_chunks() -> None:
+    torch.manual_seed(0)
+    model, head, x, y = (
+        extend(nn.Linear(3, 4)),
+        torch.randn(5, 4),
+        torch.randn(4, 3),
+        torch.arange(4),
+    )
+    settings: dict[str, Any] = {"batch_chunk_size": 2, "chunking_method": None}
+    options = nn.LinearCrossEntropyOptions(**settings)
+    with backpack(BatchGrad()):
+        F.linear_cross_entropy(model(x), head, y, options=options).backward()
+    found = model.weight.grad_batch
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x) @ head.T, y).backward()
+    assert_close(found, model.weight.grad_batch)
+    options = nn.LinearCrossEntropyOptions(**settings, allow_retain_graph=True)
+    with backpack(HMP()):
+        F.linear_cross_entropy(model(x), head, y, options=options).backward()
+    with pytest.raises(UnsupportedError, match="returns gradients without a graph"):
+        model.weight.hmp(torch.ones_like(model.weight))

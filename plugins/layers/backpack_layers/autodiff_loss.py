@@ -16,6 +16,8 @@ from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_layers._loss import check_arguments
+from backpack_operations.nodes import is_function
+from backpack_operations.order import behind
 from backpack_products.loss import HessianLossRule
 from backpack_products.values import any_of, at_least_single
 
@@ -254,19 +256,55 @@ class AutodiffLossRule(HessianLossRule):
         if view.is_measured:
             _see_same(view, gradient, self._gradient_again(view)[1])
             _see_apart(view, x, gradient)
+            self._see_slope(view)
         return x, gradient
 
     def _gradient_again(self, view: View) -> tuple[Tensor, Tensor]:
-        whole = view.full
-        x = whole.input
+        x = view.full.input
         if not (view.is_differentiable and x.requires_grad):
             x = x.detach().requires_grad_()
+        return x, self._gradient_at(view, x)[1]
+
+    def _gradient_at(self, view: View, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss at some output, summed, and its gradient there."""
+        whole = view.full
         first = whole.values.inputs[0]
         args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
         with disable(), torch.enable_grad():
             value = whole.module(*args, **kwargs).sum()
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-        return x, gradient
+        return value, gradient
+
+    def _see_slope(self, view: View) -> None:
+        """Raise if a function of the user's differentiates its gradient wrongly, or not at all.
+
+        Its ``backward`` may return what was computed without a graph, in the forward pass for
+        example. Differences are compared by sample, since kinks make them wrong at a few.
+        """
+        x = view.full.input.detach().requires_grad_()
+        value, gradient = self._gradient_at(view, x)
+        if not any(map(is_function, behind([value.grad_fn]))):
+            return
+        step = torch.finfo(x.dtype).eps ** (1 / 3) * (1 + x.detach().abs().amax())
+        direction = _noise(x)
+        ends = [
+            self._gradient_at(view, (x + sign * step * direction).detach().requires_grad_())[1]
+            for sign in (1, -1)
+        ]
+        change = ((ends[0] - ends[1]) / (2 * step)).detach()
+        product = _differentiated(gradient, x, direction.unsqueeze(0))[0].detach()
+        wrong, size, rounded = (
+            t.abs().reshape(len(x), -1).sum(1)
+            for t in (change - product, change.abs() + product.abs(), gradient.detach())
+        )
+        rounding = 100 * torch.finfo(x.dtype).eps / step * rounded
+        if any_of((wrong > 0.1 * size + rounding).sum() * 2 > len(x)):
+            raise UnsupportedError(
+                f"The function of {view.path} uses an autograd.Function whose backward() cannot be "
+                "differentiated, so the loss would lack curvature. Write its backward() in "
+                "differentiable operations of what it saved by save_for_backward, without "
+                "once_differentiable, or write the loss without it."
+            )
 
 
 def _module(view: View) -> AutodiffLoss:
@@ -294,6 +332,12 @@ def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:
     return product
 
 
+def _noise(x: Tensor) -> Tensor:
+    """Numbers between 0.5 and 1.5, the same each time."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) + 0.5
+
+
 def _see_same(view: View, gradient: Tensor, again: Tensor) -> None:
     """Raise if two runs of the loss differ: the forward pass was a third one."""
     first, second = gradient.detach(), again.detach()
@@ -312,9 +356,7 @@ def _see_apart(view: View, x: Tensor, gradient: Tensor, owners: Tensor | None = 
         return
     owners = torch.arange(len(x)) if owners is None else owners
     chosen = (owners.to(x.device) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1))
-    generator = torch.Generator(x.device).manual_seed(0)
-    noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) + 0.5
-    product = _differentiated(gradient, x, (noise * chosen).unsqueeze(0))[0]
+    product = _differentiated(gradient, x, (_noise(x) * chosen).unsqueeze(0))[0]
     spilt = (product * ~chosen).abs().amax()
     if any_of(spilt > 1e3 * torch.finfo(x.dtype).eps * product.abs().amax()):
         raise SampleMixingError(

@@ -175,9 +175,11 @@ class RecurrentRule(AffinePairsRule):
 
     def _initial(self, view: View, count: int) -> list[Tensor]:
         """The initial states, each of shape ``[layers·directions, N, H]``."""
-        given = slots(view).get("hx")
+        whole, chosen = whole_call(view)
+        given = slots(whole).get("hx")
         if given:
-            return [view.tensor_input(slot) for slot in given]
+            states = [whole.tensor_input(slot) for slot in given]
+            return states if chosen is None else [state[:, chosen] for state in states]
         module, x = _module(view), tensor(view, "input")
         shape = module.num_layers * _directions(module), len(x)
         sizes = module.proj_size or module.hidden_size, module.hidden_size

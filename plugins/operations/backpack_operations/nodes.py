@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from backpack_core._torch import Node
 from backpack_core.graph import is_leaf
@@ -112,6 +112,10 @@ _OF_SHAPES = {
 }
 
 
+# All that the decorator returns share their code.
+_MARK = once_differentiable(lambda ctx: None).__code__
+
+
 def is_function(node: Node) -> bool:
     """Whether a node is that of a Python ``autograd.Function``."""
     return isinstance(node, BackwardCFunction)
@@ -123,7 +127,20 @@ def may_act(node: Node) -> bool:
     A Python function may do anything. The formula of a custom operator must not depend on global
     state or change it: ``torch.library.register_autograd`` requires that.
     """
-    return is_function(node) and not hands_on(node) and not _torch.is_operator(type(node))
+    is_pure = _torch.is_operator(type(node)) and not differentiates_once(node)
+    return is_function(node) and not is_pure and not hands_on(node)
+
+
+def differentiates_once(node: Node) -> bool:
+    """Whether a function's ``backward`` is marked ``once_differentiable``, which cuts its graph.
+
+    Torch's linear cross entropy in chunks has no mark, but computes gradients in the forward pass,
+    and gives them away.
+    """
+    function = getattr(node, "_forward_cls", None)
+    if _torch.is_operator(type(node)) and "linear_cross_entropy" in node.name():
+        return True
+    return getattr(getattr(function, "backward", None), "__code__", None) is _MARK
 
 
 def is_compiled(node: Node) -> bool:

@@ -39,7 +39,8 @@ def faults(candidate: Candidate) -> Iterator[str]:
         return
     for name, value in declared(cls).items():
         yield from _fault(cls, name, value)
-    if issubclass(cls, LayerRule) and (fault := _call_fault(cls, 0)):
+    made = {getattr(cls, name) is getattr(object, name) for name in ("__init__", "__new__")}
+    if issubclass(cls, LayerRule) and False in made and (fault := _call_fault(cls, 0)):
         yield f"a rule is made without arguments, as {cls.__name__}(): {fault}"
 
 
@@ -63,13 +64,9 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     known = _declarations((*BASES,))
     if name not in known:
         is_method = isinstance(value, FunctionType)
-        # `_factor` and `factors` are not misspellings of `factor`, but `module_type` is one of
-        # `module_types` if there is none: nearly every class declares its tuples.
-        alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
-        absent = {other for other in _ITEMS if not getattr(cls, other, ())}
-        alike = [o for o in alike if o.rstrip("s") != name.rstrip("s") or o in absent]
-        close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
-        if close:
+        least = 0.92 if is_method else 0.8
+        alike = [other for other in _near(name, least) if _is_meant(cls, name, other)]
+        if alike and (close := get_close_matches(name, alike, 1, least)):
             what = f"{name}()" if is_method else f"{name} = {value!r}"
             yield f"{what} is not known to any base class: did you mean {close[0]!r}?"
         return
@@ -85,6 +82,30 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
         if fault := _call_fault(value, len(asked.parameters)):
             yield f"{name} is called as {name}{asked}: {fault}"
     yield from _wrong_kind(name, value, known[name])
+
+
+def _near(name: str, least: float) -> list[str]:
+    """Known names for which ``difflib`` may find a ratio; nearly every name has none.
+
+    The ratio is ``2 M / (m + n)`` for ``M`` letters in common of ``m`` and ``n``.
+    """
+    size, letters = len(name), set(name)
+    least -= 1e-9  # for rounding
+    low, high = size * least / (2 - least), size * (2 - least) / least
+    alike = [other for other in _declarations((*BASES,)) if low <= len(other) <= high]
+    return [o for o in alike if 2 * (size - len(letters.difference(o))) >= least * (size + len(o))]
+
+
+def _is_meant(cls: type, name: str, other: str) -> bool:
+    """Whether a name may be a misspelling of another.
+
+    ``_factor`` and ``factors`` are not misspellings of ``factor``, but ``module_type`` is one of
+    ``module_types`` if there is none: nearly every class declares its tuples.
+    """
+    if (other[0] == "_") != (name[0] == "_"):
+        return False
+    is_absent = other in _ITEMS and not getattr(cls, other, ())
+    return is_absent or other.rstrip("s") != name.rstrip("s")
 
 
 def _takes_the_same(function: Any, other: Any) -> bool:
