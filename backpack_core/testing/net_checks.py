@@ -217,7 +217,7 @@ def pickle_extension(nets: Nets) -> None:
 def beside_others(nets: Nets) -> None:
     """Run all installed extensions in one pass."""
     (extension,) = nets.make_extensions()
-    others = [e for e in installed_extensions() if e.savefield != extension.savefield]
+    others = [e for e in installed_extensions() if type(e) is not type(extension)]
 
     def only_others(refusing: Extension, error: Exception) -> None:
         if refusing is extension or not isinstance(error, UnsupportedError):

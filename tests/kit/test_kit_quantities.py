@@ -153,6 +153,10 @@ class Detached(Largest):
         return super().read(product).detach()
 
 
+class SavesLikeAnother(Largest):
+    savefield = "grad_batch"
+
+
 class Misspelt(Largest):
     neds = (dense,)
 
@@ -276,6 +280,7 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (SaysItAdds, "samples_add"),
         (OfTheFirstPass, "retain_graph"),
         (Detached, "differentiable"),
+        (SavesLikeAnother, "beside_others"),
         (WrongForThreeAxes, "shared_positions"),
         (IgnoresTheName, "savefield"),
     ],
