@@ -79,7 +79,7 @@ def real_sqrt(view: View, curvature: Tensor) -> Tensor:
 def finite_sqrt(curvature: Tensor) -> Tensor:
     """The square root, with a derivative of zero at zero: that of products with the root is finite.
 
-    A smooth curvature that is never negative has a minimum at zero, so its derivative is zero there.
+    A smooth curvature that is never negative has a minimum where it is zero.
     """
     if not curvature.requires_grad:
         return curvature.sqrt()
