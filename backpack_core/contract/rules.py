@@ -135,7 +135,7 @@ class LayerRule(ABC):
             )
         for slot, tensor in enumerate(view.inputs[: len(products)]):
             product = products[slot]
-            if product is None and isinstance(result, tuple):
+            if product is None and (isinstance(result, tuple) or not tensor.is_floating_point()):
                 continue
             if view.indices is not None and not view.has_batch(view.full.inputs[slot]):
                 _refuse_uncut(view, tensor)

@@ -55,14 +55,14 @@ class OutputHook:
         begun = _known_pass(context)
         if begun is not None and begun.only_reads and begun.passes_by(self.call, self.index):
             return
-        hooks = self.hooks()
         # The user's hooks are on the tensor or on its node. A hook that we put on the node here
         # runs after all of them.
-        others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
+        others = [hook for key, hook in (self.hooks() or {}).items() if key != KEY]
 
-        # If a hook before this one fails, this one stays: holding the node or the pass would be a
-        # reference cycle.
+        # If a hook before this one fails, or autograd wants the gradient of this output only, this
+        # one stays: holding the node, its gradient or the pass would be a reference cycle.
         task, known = graph_task_id(), None if begun is None else weakref.ref(begun)
+        given = None if grad is None else weakref.ref(grad)
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             if graph_task_id() != task:
@@ -71,7 +71,7 @@ class OutputHook:
             edge = Edge(current_node(), self.output_nr)
             found = None if known is None else known()
             found = found or _known_pass(context) or between().pass_inside(context, edge, None)
-            changed_by = None if grads[self.output_nr] is grad else others
+            changed_by = None if grads[self.output_nr] is (given and given()) else others
             site = Site(self.call, self.index, edge)
             guarded(context.passes, found.between.reach, found, site, grads, changed_by)
 

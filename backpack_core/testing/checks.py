@@ -75,7 +75,6 @@ second_derivative_mat_prod | separate, kept, twice, second derivative | second_d
 subsampled_call | separate, kept, batch first | called_again
 non_contiguous_columns non_contiguous_input | separate, kept | called_again
 changed_since | separate, kept | called_again
-differentiable | separate, kept, twice | changed_since
 """
 # Checks of the same in other situations, and of nets around a layer:
 LAYER = """
@@ -86,6 +85,7 @@ mean | separate | METHODS other_inputs one_sample
 sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice | separate | mean
 deepcopy pickle no_live_calls | separate | mean
 partly_frozen | separate, several parameters | mean
+differentiable | separate, kept, twice | mean
 subsampling | separate | mean subsampled_call
 float32 autocast | separate | mean keeps_dtype
 bfloat16 | separate, half precision | mean keeps_dtype
@@ -110,6 +110,7 @@ mean | | declarations
 sum batch_of_one shared_positions single_number residual called_twice no_samples quantity | | mean
 frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16 retain_graph | | mean
 beside_others leaves_gradient_alone pickle_extension no_live_calls degree samples_add | | mean
+differentiable | | retain_graph
 two_halves_mean two_halves_sum | | degree
 subsampling | subsampling | mean
 savefield | savefield | mean

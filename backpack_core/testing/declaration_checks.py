@@ -125,5 +125,5 @@ def mixes_samples(run: LayerRun) -> None:
     )
     actual = "influence" if mixing else "do not influence"
     message = f"mixes_samples says {declared}, but samples {actual} each other in this call (they "
-    message += f"are on axis {run.batch_axis} of the output, as batch_axis(view, index) says)."
+    message += f"are on axis {run.view.axis} of the output, as batch_axis(view, index) says)."
     require(declared == mixing, message)

@@ -77,11 +77,6 @@ class LayerRun:
         """Dense Jacobians ``[*out, *target]`` by input position and by parameter name."""
         return oracle.jacobians(self.output, {**self.live, **self.parameters})
 
-    @property
-    def batch_axis(self) -> int:
-        """The axis of the output that holds the samples."""
-        return self.view.axis
-
     def columns(self, number: int = COLUMNS, seed: int = 3) -> Tensor:
         """Random columns at the output. Shape ``[V, N, *out]``."""
         return oracle.draw((number, *self.output.shape), seed, self.output.dtype)
@@ -129,14 +124,13 @@ def run_layer(
 def _forward(case: RuleCase, module: Module, inputs: Arguments) -> tuple[dict[int, Tensor], Tensor]:
     """The inputs as leaves, and the output that is differentiated, with a fixed seed."""
     live: dict[int, Tensor] = {}
-    # Autograd forbids in-place changes of leaves, and of views of them.
-    overwrites = any(getattr(part, "inplace", False) for part in module.modules())
 
     def passed(slot: int, tensor: Tensor) -> Tensor:
         if not case.is_live(slot, tensor):
             return tensor
         live[slot] = leaf = tensor.detach().requires_grad_()
-        return leaf.clone() if overwrites else leaf.view_as(leaf)
+        copy = leaf.clone()  # autograd forbids in-place changes of leaves, and of views of them
+        return copy if copy.stride() == leaf.stride() else torch.stack([leaf, leaf], -1)[..., 0]
 
     # A call has its keyword arguments in the order in which ``forward`` declares them.
     declared = Arguments(inputs.args, in_order(module, dict(inputs.kwargs))).map_numbered(passed)
@@ -185,7 +179,7 @@ def _of_run(run: LayerRun) -> set[str]:
         "linear parameters": any(name in run.parameters for name in linear),
         "affine": bool(run.parameters) and isinstance(rule, AffineRule),
         "half precision": _runs_in_half(case),
-        "batch first": separate and run.batch_axis == 0,
+        "batch first": separate and run.view.axis == 0,
     }
     return {name for name, has in has_trait.items() if has}
 

@@ -25,6 +25,7 @@ from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.loss import HessianLossRule
 from backpack_products.some_samples import subsample
 
+_CURVED = ("curvature", "second derivative")
 _NONE = "{} gives a value where none exists: raise UnsupportedError."
 
 
@@ -190,6 +191,9 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
     extensions, values = problem.run_usable(installed_extensions())
     problem.compare(values, extensions, case.tolerances.float64, needs=needs)
+    curved = [(e, problem.quantity_for(e)) for e in reversed(extensions)]
+    for extension in {e.propagator: e for e, of in curved if of and of.needs in _CURVED}.values():
+        problem.differentiate(extension)
 
 
 def normalisation(case: LossCase) -> Entries:
@@ -203,9 +207,11 @@ def hessian_is_psd(case: LossCase) -> None:
     run = shared_run(case, "sum")
     smallest = float(torch.linalg.eigvalsh(run.hessian).min())
     allowed = -1e-12 * max(float(run.hessian.abs().max()), 1.0)
-    for what in ("hessian_is_psd",) * run.rule.hessian_is_psd + ("is_convex",) * run.rule.is_convex(
-        run.view
-    ):
+    declared = {
+        "hessian_is_psd": run.rule.hessian_is_psd,
+        "is_convex": run.rule.is_convex(run.view),
+    }
+    for what in (name for name, is_so in declared.items() if is_so):
         message = f"{what} is declared, but the Hessian has the eigenvalue {smallest:.2e}."
         require(smallest >= allowed, message)
 

@@ -31,9 +31,9 @@ def degree(nets: Nets) -> Entries:
     for name, stored in whole.items():
         found = over.take_apart(part[name])
         for key, tensor in over.take_apart(stored).items():
-            told = f"{name!r}: a {type(tensor).__name__} has no degree. Return a tensor, or set "
-            told += "over_batches to an object of a class derived from "
-            require(isinstance(tensor, Tensor), f"{told}backpack_products.merging.OverBatches.")
+            told = f"{name!r}: a {type(tensor).__name__} has no degree: return a tensor, or derive"
+            advice = f"{told} over_batches from backpack_products.merging.OverBatches."
+            require(isinstance(tensor, Tensor), advice)
             own_degree = over.part(key).degree
             expected = tensor * 0.25 ** (extension.degree if own_degree is None else own_degree)
             # The signs of vectors are arbitrary.

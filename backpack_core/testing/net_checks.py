@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle as pickling
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,8 @@ def frozen_layer(nets: Nets, prefix: str = "layer.") -> None:
     nets.check(nets.few(), frozen=lambda name: name.startswith(prefix))
 
 
-def frozen_surroundings(nets: Nets) -> None:
-    """Freeze what is before the layer, so that its input requires no gradient."""
-    frozen_layer(nets, "mixes.")
+# What is before the layer, so that its input requires no gradient.
+frozen_surroundings = partial(frozen_layer, prefix="mixes.")
 
 
 def partly_frozen(nets: Nets) -> None:
@@ -136,9 +136,7 @@ def deepcopy(nets: Nets, copied: Callable[[Any], Any] = copy.deepcopy) -> None:
     nets.check(nets.few(("gradient", "curvature")), copied=copied)
 
 
-def pickle(nets: Nets) -> None:
-    """Run copies by ``pickle``."""
-    deepcopy(nets, lambda module: pickling.loads(pickling.dumps(module)))
+pickle = partial(deepcopy, copied=lambda module: pickling.loads(pickling.dumps(module)))
 
 
 def no_live_calls(nets: Nets) -> None:
@@ -219,7 +217,7 @@ def pickle_extension(nets: Nets) -> None:
 def beside_others(nets: Nets) -> None:
     """Run all installed extensions in one pass."""
     (extension,) = nets.make_extensions()
-    others = [e for e in installed_extensions() if e.savefield != extension.savefield]
+    others = [e for e in installed_extensions() if type(e) is not type(extension)]
 
     def only_others(refusing: Extension, error: Exception) -> None:
         if refusing is extension or not isinstance(error, UnsupportedError):
@@ -246,6 +244,12 @@ def quantity(nets: Nets) -> None:
     """Require that something says what the values have to be."""
     known = [nets.problem().quantity_for(each) for each in nets.make_extensions()]
     require(None not in known, "Nothing says what is right: give ExtensionCase a Quantity.")
+
+
+def differentiable(nets: Nets) -> None:
+    """Check derivatives of values, which ``create_graph=True`` asks for."""
+    for extension in nets.few(None if nets.is_alone else ("gradient", "curvature")):
+        nets.problem().differentiate(extension)
 
 
 def declarations(nets: Nets) -> None:

@@ -13,13 +13,15 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import MissingPluginError, OverwrittenInputError, UnsupportedError
 from backpack_core.extending import extend
-from backpack_core.testing import network, quantities
+from backpack_core.record.nested import iter_tensors
+from backpack_core.testing import network, oracle, quantities
 from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, RuleCase
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, finite, require
 from backpack_core.testing.layer_run import shared_run_of, traits
@@ -28,6 +30,7 @@ from backpack_core.testing.quantities import ALL_NEEDS, Quantity, installed_exte
 from backpack_products.derivatives import second_order
 from backpack_products.parametric import AffineRule
 
+STEP = 1e-5  # of difference quotients, and the relative error that they allow
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 RefusalCheck = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
 Made = tuple[Module, Arguments, Module]  # net, inputs, loss
@@ -132,13 +135,31 @@ class Problem:
                 usable.remove(culprit)
         return usable, {}
 
+    def differentiate(self, extension: Extension) -> None:
+        """Compare how values change as parameters grow, by autograd, with difference quotients."""
+
+        def grown(factor: float) -> tuple[Tensor, list[Tensor]]:
+            net, arguments, loss = self.extended()
+            parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
+            torch._foreach_mul_([p.data for p in parameters], factor)
+            value = loss(arguments.call(net))
+            with backpack(extension):
+                torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
+            stored = iter_tensors([vars(p).pop(extension.savefield, None) for p in parameters])
+            terms = [(t * draw(tuple(t.shape), 13)).sum() for t in stored if t.is_floating_point()]
+            return sum(terms, 0 * value), parameters
+
+        found, thetas = grown(1.0)
+        slope = sum(t.sum() for t in torch._foreach_mul(thetas, oracle.gradients(found, thetas)))
+        quotient = (grown(1 + STEP)[0] - grown(1 - STEP)[0]) / (2 * STEP)
+        what = f"{type(extension).__name__} after create_graph=True, differentiated by parameters"
+        close(torch.as_tensor(slope), quotient, f"{what} (without detach, .data, no_grad)", STEP)
+
     def _culprit(self, error: Exception, extensions: Sequence[Extension]) -> Extension:
         """The extension that raised an error."""
         context = getattr(error, "backpack_context", "")
-        for extension in extensions:
-            if f"[{type(extension).__name__} of" in context:
-                return extension
-        for extension in extensions:  # the error does not name it
+        named = [e for e in extensions if f"[{type(e).__name__} of" in context]
+        for extension in named or extensions:
             try:
                 self.run([extension])
             except Exception:
@@ -255,8 +276,10 @@ class Nets:
         reference = reference or problem.reference
         if refusals is None:
             trained_net, values = problem.run(extensions, **how)
-            trained = {name for name, p in trained_net.named_parameters() if p.requires_grad}
-            reference = reference.trained(n for n in reference.parameters if n in trained)
+            trained = {name: p for name, p in trained_net.named_parameters() if p.requires_grad}
+            # With other parameters frozen, an output may depend on none of the layer's.
+            used = {n for n, p in trained.items() if p.grad is not None}.union(*values.values())
+            reference = reference.trained(n for n in reference.parameters if n in used & {*trained})
         else:
             extensions, values = problem.run_usable(extensions, refusals)
         needs = self.needs if needs is None else needs
@@ -270,7 +293,7 @@ def _around(
 ) -> Problem:
     """A net around a layer; ``twice`` calls the layer on a second branch."""
     run = shared_run_of(case)
-    options: dict[str, Any] = {"twice": twice, "axis": run.batch_axis}
+    options: dict[str, Any] = {"twice": twice, "axis": run.view.axis}
 
     def build(dtype: torch.dtype) -> Made:  # holds no run, whose graph would live as long
         net, arguments = network.build_net(case, samples, **options)

@@ -49,9 +49,8 @@ class Mix(Affine):
     """An affine map of the last axis, close to the identity."""
 
     def __init__(self, features: int) -> None:
-        super().__init__(
-            torch.eye(features) + 0.3 * torch.randn(features, features) / features**0.5
-        )
+        noise = torch.randn(features, features) / features**0.5
+        super().__init__(torch.eye(features) + 0.3 * noise)
 
 
 class Readout(Affine):

@@ -138,8 +138,7 @@ def _judged(case: Case, check: Check) -> CheckResult:
     cause = first_cause(case, check)
     if cause is None:
         return outcome(case, check)
-    message = f"not judged: {cause.name} failed"
-    return CheckResult(case.label(), check.name, "not judged", message)
+    return CheckResult(case.label(), check.name, "not judged", f"not judged: {cause.name} failed")
 
 
 @dataclass(eq=False)
@@ -193,8 +192,8 @@ class BoundCheck:
         names = {check.name}
         for other in checks_of(self.case):
             names |= {other.name} if names & other.prerequisites else set()
-        number = len(names) - 1
-        return f"Not judged, since they rest on it: {number} checks." if number else ""
+        rest = f"Not judged, since they rest on it: {len(names) - 1} checks."
+        return rest if len(names) > 1 else ""
 
 
 def _require_case(case: object) -> None:

@@ -88,6 +88,26 @@ def test_stale_results_are_removed() -> None:
     assert twins.replays >= 10
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_model_that_takes_no_part_keeps_its_results(kept: bool) -> None:
+    """As with the engine, for two models that are trained in turn."""
+    models, lossfunc = (extend(mlp()), extend(mlp())), extend(nn.CrossEntropyLoss())
+    step = capture(
+        lambda number, x, y: lossfunc(models[number](x), y), *models, lossfunc, BatchGrad()
+    )
+    for number in (0, 1) * 8:
+        trained, other = models[number], models[1 - number]
+        if not kept:
+            for parameter in other.parameters():
+                vars(parameter).pop("grad_batch", None)
+        before = [vars(parameter).get("grad_batch") for parameter in other.parameters()]
+        step(number, *batch())
+        after = [vars(parameter).get("grad_batch") for parameter in other.parameters()]
+        assert all(one is two for one, two in zip(before, after, strict=True))
+        assert all("grad_batch" in vars(parameter) for parameter in trained.parameters())
+    assert step.report().count("4 replays, 3 compared") == 2, step.report()
+
+
 def test_a_gradient_that_is_not_dense_is_left_to_the_engine() -> None:
     twins = Twins(mlp(), [BatchGrad()])
     twins.train([batch() for _ in range(6)])

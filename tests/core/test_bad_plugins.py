@@ -38,7 +38,7 @@ from backpack_products import (
 )
 from backpack_products.operations import dense, square_sum
 from backpack_secondorder.whole import GraphExtension, GraphReading
-from tests.cases import classification
+from tests.cases import Net, classification
 from tests.core.test_bad_use import Shift, message
 
 
@@ -273,6 +273,27 @@ def test_a_propagator_gives_a_reading_for_each_parameter(gives: Any) -> None:
     )
     with pytest.raises(ShapeError, match=told + r"\['weight', 'bias'\]"):
         problem.run(OfRoot(root))
+
+
+@dataclass(frozen=True)
+class SumsWrongly(Root):
+    def merge(self, first: Columns, second: Columns) -> Any:
+        return first.mat + second.mat
+
+
+@dataclass(frozen=True)
+class ArrivesWrongly(Root):
+    def arrive(self, rule: Any, view: View, waiting: Columns | None) -> Any:
+        return super().arrive(rule, view, waiting).mat
+
+
+@pytest.mark.parametrize("kind", [SumsWrongly, ArrivesWrongly])
+def test_what_travels_are_columns(kind: type[Root]) -> None:
+    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    model = Net(lambda net, x: net.b(torch.sin(h := net.a(x)) + h), **parts)
+    told = rf"The quantity of {kind.__name__} is tensor.*: arrive, .* give Columns"
+    with pytest.raises(ShapeError, match=f"(?s){told}"):
+        classification(model, (3,)).run(OfRoot(kind(lambda mat: Columns.start("root", mat))))
 
 
 def test_a_propagator_is_a_value() -> None:

@@ -43,3 +43,13 @@ def test_results_with_a_graph_of_their_parameter_are_dropped(is_old: bool) -> No
     assert state()["calls alive"] > before["calls alive"]
     del model
     assert left_behind(before) == {}
+
+
+def test_a_gradient_with_a_graph_that_only_an_output_wants() -> None:
+    """Autograd then calls the hook on the output, but none on the output's node."""
+    model, before = extend(nn.Linear(3, 2)), state()
+    output = model(torch.rand(4, 3))
+    with backpack(BatchGrad()):
+        torch.autograd.grad(output.square().sum(), output, create_graph=True)
+    del output
+    assert left_behind(before) == {}

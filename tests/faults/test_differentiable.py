@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, unextend
+from backpack_core import backpack, extend, unextend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import GGNMP, BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_products.tuning import memory_budget, set_memory_budget
@@ -188,6 +188,22 @@ def test_products_need_no_graph(name: str) -> None:
         vectors = torch.randn(2, *p.shape)
         assert not p.ggnmp(vectors).requires_grad  # type: ignore[attr-defined]
         assert not p.some(vectors).requires_grad  # type: ignore[attr-defined]
+
+
+def test_a_loss_without_curvature_somewhere() -> None:
+    """Its root has no derivative there, but what is made of the root has one."""
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.PoissonNLLLoss(log_input=False))
+    x, counts = torch.rand(4, 3), torch.tensor([[0.0, 1.0], [2.0, 0.0]]).repeat(2, 1)
+    with torch.no_grad():
+        model.weight.abs_(), model.bias.fill_(0.5)
+    with backpack(DiagGGNExact()):
+        torch.autograd.grad(lossfunc(model(x), counts), model.weight, create_graph=True)
+    found = torch.autograd.grad(model.weight.diag_ggn_exact.sum(), model.weight)[0]
+    vars(model.weight).clear()
+    rate = model(x)
+    curvature = counts / (rate + 1e-8) ** 2 / rate.numel()
+    diagonal = curvature.T @ x.square()
+    assert_close(found, torch.autograd.grad(diagonal.sum(), model.weight)[0])
 
 
 @pytest.mark.usefixtures("_budget")

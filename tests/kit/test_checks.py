@@ -31,11 +31,11 @@ NAMES = {
         hessian_is_diagonal linear_in_params derivative jac_t_mat_prod affine_weight affine_form
         param_jac_t_mat_prod jacobian_is_constant called_again jac_mat_prod param_jac_mat_prod
         operations second_derivative second_derivative_mat_prod subsampled_call
-        non_contiguous_columns non_contiguous_input changed_since differentiable keeps_dtype
+        non_contiguous_columns non_contiguous_input changed_since keeps_dtype
         other_inputs one_sample empty_batch large_inputs other_mode
         mean sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice
-        deepcopy pickle no_live_calls partly_frozen subsampling float32 autocast bfloat16
-        mixing_is_refused
+        deepcopy pickle no_live_calls partly_frozen differentiable subsampling float32 autocast
+        bfloat16 mixing_is_refused
     """,
     "loss": """
         samples_are_separate hessian_is_psd normalisation
@@ -50,7 +50,7 @@ NAMES = {
         declarations mean sum batch_of_one shared_positions single_number residual called_twice
         no_samples quantity frozen_surroundings partly_frozen loss_scaled in_chunks float32
         bfloat16 retain_graph beside_others leaves_gradient_alone pickle_extension no_live_calls
-        degree samples_add two_halves_mean two_halves_sum subsampling savefield
+        degree samples_add differentiable two_halves_mean two_halves_sum subsampling savefield
     """,
 }
 

@@ -8,12 +8,18 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
 
 from backpack_core import LayerRule, View
 from backpack_core.testing import RuleCase, check_case
-from backpack_products import ElementwiseRule, ProductRule, SampleProduct, SecondOrderRule
+from backpack_products import (
+    ElementwiseRule,
+    ParametricRule,
+    ProductRule,
+    SampleProduct,
+    SecondOrderRule,
+)
 from backpack_products.operations import batch_sum, dense, square_sum
 from tests.kit.layers import (
     Centre,
@@ -463,7 +469,7 @@ FAULTS = [
     (case_of(Cube, WrongSecondDerivative), "mean", "DiagHessian"),
     (case_of(Gain, KeepsColumns), "called_again", "inputs or columns: keep nothing"),
     (case_of(Gain, KeepsTheFirstInput), "called_again", "with other inputs"),
-    (case_of(Gain, Detaches), "differentiable", "product at 0, differentiated by 'weight'"),
+    (case_of(Gain, Detaches), "differentiable", "create_graph=True, .*without detach"),
     (case_of(Gain, WithoutGraph), "jac_mat_prod", "derivative of _jac_t_mat_prod by its columns"),
     (case_of(Gain, ReadsTheInputUnchecked), "changed_since", "use view.input, not view.inputs"),
     (case_of(Gain, Wrong), "non_contiguous_columns", "2 times .* V = 1 "),
@@ -559,10 +565,67 @@ class DrawsRule(ElementwiseRule):
         return view.output / view.input
 
 
+class Overwrites(Module):
+    """Changes what it receives, without an attribute that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0).tanh_()
+
+
+class OverwritesRule(ElementwiseRule):
+    module_types = (Overwrites,)
+
+    def derivative(self, view: View) -> Tensor:
+        return 2 * (1 - view.output.square())
+
+
+class AlsoSquares(Gain):
+    """The second output does not depend on the weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x.square()
+
+
+class AlsoSquaresRule(ParametricRule):
+    module_types = (AlsoSquares,)
+    params = ("weight",)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * (2 * view.input if view.index else view.parameter("weight"))
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * (0.0 * view.input if view.index else view.input)
+
+
+class Rows(Module):
+    """Looks rows up: what it receives is not differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(5, 4))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.weight[index]
+
+
+class RowsRule(ParametricRule):
+    module_types = (Rows,)
+    params = ("weight",)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> None:
+        return None
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return nn.functional.one_hot(view.input, 5).to(mat)[:, :, None] * mat[:, :, None]
+
+
 @pytest.mark.parametrize(
     "case",
     [
         case_of(Gain, GainRule),
+        case_of(Overwrites, OverwritesRule),
+        case_of(AlsoSquares, AlsoSquaresRule, output_nr=1),
+        RuleCase(Rows, lambda n: torch.randint(5, (n,)), rule=RowsRule),
         case_of(Gain, OwnFormRule),
         case_of(Grouped, GroupedRule),
         case_of(Cube, CubeRule),

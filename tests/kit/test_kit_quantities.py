@@ -148,6 +148,15 @@ class InHalfPrecision(Largest):
         return found * (2 if found.dtype is torch.bfloat16 else 1)
 
 
+class Detached(Largest):
+    def read(self, product: SampleProduct) -> Tensor:
+        return super().read(product).detach()
+
+
+class SavesLikeAnother(Largest):
+    savefield = "grad_batch"
+
+
 class Misspelt(Largest):
     neds = (dense,)
 
@@ -270,6 +279,8 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (FailsOnNone, "no_samples"),
         (SaysItAdds, "samples_add"),
         (OfTheFirstPass, "retain_graph"),
+        (Detached, "differentiable"),
+        (SavesLikeAnother, "beside_others"),
         (WrongForThreeAxes, "shared_positions"),
         (IgnoresTheName, "savefield"),
     ],
@@ -465,6 +476,22 @@ class Minus(nn.MSELoss):
         return -super().forward(x, y)
 
 
+class Cosh(nn.MSELoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        terms = (input - target).cosh()
+        return terms if self.reduction == "none" else getattr(terms, self.reduction)()
+
+
+class DetachedCurvature(MSELossRule):
+    module_types = (Cosh,)
+
+    def curvature(self, view: View) -> Tensor:
+        return (view.input - view.tensor_input(1)).cosh().detach()
+
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
+        return super(MSELossRule, self).sampled_gradient(view, samples)
+
+
 class SaysMinusIsConvex(MSELossRule):
     module_types = (Minus,)
 
@@ -489,6 +516,7 @@ class SaysSamplesAreSeparate(MSELossRule):
         (DrawsNumbers, "leaves_arguments_alone"),
         (KeepsState, "leaves_arguments_alone"),
         (TwiceTheGradient, "gradient_sum"),
+        (DetachedCurvature, "started_extensions_sum"),
     ],
 )
 def test_a_loss_rule_that_is_wrong_is_found(rule: type[MSELossRule], check: str) -> None:

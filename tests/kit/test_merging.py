@@ -98,7 +98,7 @@ class Number(Gradient):
 def test_a_value_that_is_no_tensor_needs_more_than_a_degree():
     case = ExtensionCase(Number, Quantity(lambda r, name: torch.ones(()), lambda v, r, n: v))
     (result,) = check_case(case, ["degree"])
-    assert "a class derived from backpack_products.merging.OverBatches" in result.message
+    assert "derive over_batches from backpack_products.merging.OverBatches" in result.message
 
 
 class SaysSamplesAdd(PerSample):

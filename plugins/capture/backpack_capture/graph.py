@@ -23,7 +23,7 @@ from backpack_capture.compiled import Begin, Compilation, NotCompiled, Run
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.nested import HoldsCode
 from backpack_capture.program import Program
-from backpack_capture.results import GradientsApart, Results
+from backpack_capture.results import Before, Results
 from backpack_capture.watch import Watch
 from backpack_core.engine.sink import stored_by_others
 from backpack_core.record.models import owners_of
@@ -230,11 +230,11 @@ class Graph:
     ) -> tuple[Outcome, str]:
         """Run the engine and keep its results; also return a difference, or an empty text."""
         self._compared_with.add(self._held)
-        with GradientsApart(self._parameters) as apart:
+        fields = self._asked.fields
+        with Before(self._parameters, fields, self._models) as apart:
             outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
             if apart.fault:
                 return outcome, apart.fault
-            fields = self._asked.fields
             try:
                 right = Results(outcome.returned, self._parameters, fields, self._more)
             except (HoldsCode, RecursionError):

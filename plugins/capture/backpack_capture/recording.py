@@ -17,11 +17,12 @@ from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import HoldsCode
 from backpack_capture.recorder import Recorder
-from backpack_capture.results import GradientsApart, Results
+from backpack_capture.results import Before, Results
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.views import with_direct_views
 from backpack_capture.watch import Watch
+from backpack_core.record.models import owners_of
 
 _HIDDEN = (
     "every pass is measured, because no pass has shown yet whether samples mix (behind a factor of "
@@ -69,16 +70,13 @@ def record(
     known = {id(t): t for t in watch.tensors.values()}
     if known.keys() & {*map(id, given)}:
         return run_engine(function, args, kwargs, asked), Refused("an argument is a parameter")
-    for parameter in parameters:
-        for field in asked.fields:
-            parameter.__dict__.pop(field, None)
     before = [dict(parameter.__dict__) for parameter in parameters]
     guard, drawn = Guard(watch), states_of_generators()
     recorder = Recorder(given, [*known.values()], watch.refers_to, watch.plans)
     torch.clear_autocast_cache()
     memories = [t.untyped_storage() for t in known.values()]
     is_recurrent = any(isinstance(module, torch.nn.RNNBase) for module in watch.modules)
-    with GradientsApart(parameters) as apart:
+    with Before(parameters, asked.fields, owners_of(watch.modules)) as apart:
         with recorded_as_operations(is_recurrent), seen_by(recorder), recorder:
             outcome = run_engine(function, args, kwargs, asked, apart.begin)
         torch.clear_autocast_cache()

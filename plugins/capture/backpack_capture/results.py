@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_capture._torch import gradient_hooks, take_hooks
 from backpack_capture.nested import Apart
+from backpack_core.engine.sink import stored_by_others
 from backpack_products.recycled import offer
+
+
+class _Earlier:
+    """A result of an earlier pass, which the pass that is looked at removes or leaves alone."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_NOTHING: Final = object()
 
 
 class Results:
@@ -43,20 +57,23 @@ class Results:
             HoldsCode: A result holds code.
         """
         graded = [p for p in parameters if p.grad is not None]
-        stored = [(p, f) for p in parameters for f in fields if f in p.__dict__]
+        # A model that takes no part in a pass keeps its earlier results.
+        places = [(p, f) for p in parameters for f in fields]
+        own = [(p, f) for p, f in places if not isinstance(p.__dict__.get(f), _Earlier)]
+        stored = [(p, f) for p, f in own if f in p.__dict__]
         stored += [(p, name) for p, name in more if name in p.__dict__]
         values = [p.__dict__[field] for p, field in stored]
         self._apart = Apart((returned, [p.grad for p in graded], values))
         self.tensors, self.form = self._apart.tensors, self._apart.form
-        places = {id(t): place for place, t in enumerate(self.tensors)}
-        self.gradients = [(p, places[id(p.grad)]) for p in graded]
+        numbers = {id(t): number for number, t in enumerate(self.tensors)}
+        self.gradients = [(p, numbers[id(p.grad)]) for p in graded]
         self._stored = stored
-        self._absent = [(p, f) for p in parameters for f in fields if f not in p.__dict__]
+        self._absent = [(p, f) for p, f in own if f not in p.__dict__]
         self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
-        self.fields = [places[id(v)] for v in values if type(v) is Tensor]
+        self.fields = [numbers[id(v)] for v in values if type(v) is Tensor]
         self.is_heard = False
         only = [type(value) is Tensor for value in (returned, *values)]
-        self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
+        self._of = [numbers[id(v)] for v in (returned, *values)] if all(only) else None
 
     def hear(self, order: Sequence[Tensor]) -> None:
         """Let gradients run hooks, in an order of parameters."""
@@ -122,18 +139,21 @@ def _is_same(gradient: Tensor | None, given: tuple[Tensor | None, int]) -> bool:
     return gradient is given[0] and _version(gradient) == given[1]
 
 
-class GradientsApart:
-    """A block that begins without gradients, and in which they run no hooks.
+class Before:
+    """A block that begins without gradients and results, and in which gradients run no hooks.
 
-    Afterwards they are added to the earlier ones, and run hooks.
+    Afterwards gradients are added to the earlier ones, and run hooks. Earlier results are back
+    where the step has not removed them.
 
     Attributes:
         order: Parameters with hooks, in the order of their gradients.
         fault: What the step did to gradients before its backward pass; empty if nothing.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: Sequence[Tensor], fields: Sequence[str], models: Sequence[Module]
+    ) -> None:
+        self._parameters, self._fields, self._models = parameters, fields, models
         self._before: list[Tensor | None] = []
         self._given = list[tuple[Tensor | None, int]]()
         self._put_back = list[Callable[[], None]]()
@@ -141,7 +161,11 @@ class GradientsApart:
         self.fault = ""
 
     def begin(self) -> None:
-        """Put gradients aside, after the forward pass, which may read them."""
+        """Put gradients and results aside, after the forward pass, which may read them."""
+        stored_by_others(self._models, [])
+        for parameter in self._parameters:
+            table = parameter.__dict__
+            table.update({f: _Earlier(table.get(f, _NOTHING)) for f in self._fields})
         self._before = [p.grad for p in self._parameters]
         if not all(map(_is_same, self._before, self._given)):
             self.fault = (
@@ -155,7 +179,7 @@ class GradientsApart:
                 note = parameter.register_post_accumulate_grad_hook(self.order.append)
                 self._put_back.append(note.remove)
 
-    def __enter__(self) -> GradientsApart:
+    def __enter__(self) -> Before:
         """Restore the earlier gradients."""
         self._given = [(p.grad, _version(p.grad)) for p in self._parameters]
         return self
@@ -164,6 +188,13 @@ class GradientsApart:
         """Add the new gradients, as autograd would have done."""
         for back in reversed(self._put_back):
             back()
+        for table in [p.__dict__ for p in self._parameters]:
+            for field in self._fields:
+                earlier = table.get(field)
+                if isinstance(earlier, _Earlier):
+                    table[field] = earlier.value
+                    if earlier.value is _NOTHING:
+                        del table[field]
         found = [p.grad for p in self._parameters]
         for parameter, old in zip(self._parameters, self._before, strict=False):
             parameter.grad = old

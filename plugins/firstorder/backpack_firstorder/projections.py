@@ -191,7 +191,6 @@ class ProjectedGrad(SquaresExtension):
     def read(self, product: SampleProduct) -> Tensor:
         """``P_θ g_n``."""
         name = name_of(product)
-        with torch.no_grad():
-            entries, lead = entries_of(product, self.per)
-            projected = self.projection(divided_by(self.divisors, entries, name), name)
+        entries, lead = entries_of(product, self.per)
+        projected = self.projection(divided_by(self.divisors, entries, name), name)
         return projected.reshape(*lead, projected.shape[1])

@@ -115,8 +115,7 @@ class GradInner(SquaresExtension):
         entries, lead = entries_of(product, self.per)
         single = in_single(entries)
         met = as_gradients(query, single.shape).to(single.like.device, single.like.dtype)
-        with torch.no_grad():
-            found = self._pairs(divided_by(self.divisors, single, name), met.product(), name)
+        found = self._pairs(divided_by(self.divisors, single, name), met.product(), name)
         return _Met(name, found.reshape(*lead, *found.shape[1:]))
 
     def _pairs(self, product: SampleProduct, query: SampleProduct, name: str) -> Tensor:

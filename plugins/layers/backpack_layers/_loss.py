@@ -73,7 +73,18 @@ def real_sqrt(view: View, curvature: Tensor) -> Tensor:
             "range that the loss is made for. Correct it, or use an extension that needs no square "
             "root."
         )
-    return curvature.sqrt()
+    return finite_sqrt(curvature)
+
+
+def finite_sqrt(curvature: Tensor) -> Tensor:
+    """The square root, with a derivative of zero at zero: that of products with the root is finite.
+
+    A smooth curvature that is never negative has a minimum where it is zero.
+    """
+    if not curvature.requires_grad:
+        return curvature.sqrt()
+    is_zero = curvature == 0
+    return curvature.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
 def check_arguments(view: View, axes: int) -> None:

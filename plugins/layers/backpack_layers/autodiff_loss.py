@@ -15,7 +15,7 @@ from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
-from backpack_layers._loss import check_arguments
+from backpack_layers._loss import check_arguments, finite_sqrt
 from backpack_operations.nodes import is_function
 from backpack_operations.order import behind
 from backpack_products.loss import HessianLossRule
@@ -190,7 +190,7 @@ class AutodiffLossRule(HessianLossRule):
         columns = eye.reshape(size, 1, *view.input_shape[1:]).expand(-1, *view.input_shape)
         blocks = self._hessian_mat_prod(view, columns).reshape(size, samples, size).transpose(0, 1)
         values, vectors = torch.linalg.eigh(at_least_single((blocks + blocks.mT) / 2))
-        root = vectors * self._positive(view, values).sqrt().unsqueeze(1)
+        root = vectors * finite_sqrt(self._positive(view, values)).unsqueeze(1)
         found: Tensor = root.permute(2, 0, 1).reshape(size, *view.input_shape)
         return found.to(view.dtype)
 

@@ -16,7 +16,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.bases import base
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, LossRule, expect
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.view import View
 from backpack_products.apart import owned_by, put_together
 from backpack_products.columns import (
@@ -51,7 +51,16 @@ class ColumnPropagator(Propagator):
             for mat in mats:
                 what = "start must return Columns.start(name, mat): it gave"
                 expect(view, self, what, mat, view.input_shape)
-        return None if waiting is None else waiting.to(view.dtype)
+        return None if waiting is None else self._columns(waiting).to(view.dtype)
+
+    def _columns(self, quantity: Any) -> Columns:
+        """The quantity, if it has the right type; a method of an author may have returned it."""
+        if isinstance(quantity, Columns):
+            return quantity
+        raise ShapeError(
+            f"The quantity of {type(self).__name__} is {quantity!r:.80}: arrive, propagate, merge "
+            "and residual of a ColumnPropagator give Columns."
+        )
 
     def nothing(self, view: View) -> Columns | None:
         """A column of zeros ``[1, N, *out]``."""
@@ -82,10 +91,11 @@ class ColumnPropagator(Propagator):
                 "products there: derive it from backpack_products.ParametricRule, or leave the "
                 "extension out."
             )
-        if isinstance(quantity, ApartColumns):
-            products = rule.apart_products(view, names, quantity)
+        columns = self._columns(quantity)
+        if isinstance(columns, ApartColumns):
+            products = rule.apart_products(view, names, columns)
         else:
-            products = rule.param_products(view, names, quantity.mat)
+            products = rule.param_products(view, names, columns.mat)
         roots = quantity.sizes
         for product in products:
             product.roots = roots
@@ -101,7 +111,8 @@ class ColumnPropagator(Propagator):
 
     def narrow(self, quantity: Columns, view: View | None = None) -> Columns:
         """The columns of the chosen samples."""
-        return quantity.chosen(*self._chosen(view, quantity.mat.shape[1]))
+        columns = self._columns(quantity)
+        return columns.chosen(*self._chosen(view, columns.mat.shape[1]))
 
     def _chosen(self, view: View | None, size: int) -> tuple[Sequence[int] | None, int]:
         """The chosen entries of axis 0, and how often the most frequent sample is chosen.
@@ -118,6 +129,8 @@ class ColumnPropagator(Propagator):
         self, node: Node, quantities: dict[int, Columns], there: Any
     ) -> list[tuple[int, Columns]]:
         """Columns behind a node, by the object that the operations library hands over."""
+        for quantity in quantities.values():
+            self._columns(quantity)
         crossed: list[tuple[int, Columns]] = there.push(node, quantities)
         return crossed
 
