@@ -101,6 +101,8 @@ bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d -
 
 # Packages whose models are tried. Without them, the tests that need them are skipped.
 MODEL_PEERS := transformers peft accelerate lightning
+# Tried by `make models` alone.
+MORE_MODELS := x-transformers rtdl-revisiting-models perceiver-pytorch zuko e3nn torchdiffeq
 MODELS_STAMP := $(VENV)/.models
 
 env-models: $(MODELS_STAMP) ## add the packages whose models are tried to .venv
@@ -110,6 +112,7 @@ $(MODELS_STAMP): $(STAMP)
 	@touch $@
 
 models: $(MODELS_STAMP) ## try every quantity on every model, and write docs/models.md
+	$(PIP_INSTALL) $(MORE_MODELS)
 	$(BIN)/python -m benchmarks.models --write docs/models.md $(ARGS)
 
 support: $(STAMP) ## regenerate the support matrix of the documentation

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.models import adapters, plain, text, vision
+from benchmarks.models import adapters, packages, plain, text, vision
 from benchmarks.models.judge import QUANTITIES, Cell, judge_all
 from benchmarks.models.page import page
 from benchmarks.models.trial import Trial
 
-TRIALS: list[Trial] = [*plain.TRIALS, *text.TRIALS, *vision.TRIALS, *adapters.TRIALS]
+FAMILIES = (plain, text, vision, adapters, packages)
+TRIALS: list[Trial] = [trial for family in FAMILIES for trial in family.TRIALS]
 
 
 def main() -> None:

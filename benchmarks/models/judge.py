@@ -60,12 +60,12 @@ class Judge:
     """One model, with what is right for it."""
 
     def __init__(self, trial: Trial) -> None:
-        """Build the model and differentiate a copy of it."""
+        """Build the model, and differentiate another one of the same numbers."""
         self.trial = trial
         self.model, self.inputs, self.lossfunc, self.target = trial.build()
         # Relative to the largest entry of a quantity at a parameter.
         self.tolerance = 1e-4 if rounds(self.model(**self.inputs)) else 1e-9
-        self.oracle = Oracle(self.model, self.inputs, self.lossfunc, self.target)
+        self.oracle = Oracle(trial.build()[0], self.inputs, self.lossfunc, self.target)
         extend(self.model)
         extend(self.lossfunc)
         self.names = [name.removeprefix("net.") for name in self.oracle.names]
@@ -135,7 +135,7 @@ def first_order(judge: Judge) -> None:
     judge.run(BatchGrad(), BatchL2Grad(), SumGradSquared())
     gradients = judge.oracle.individual_gradients()
     judge.compare_all("grad_batch", gradients)
-    judge.compare_all("batch_l2", [g.flatten(1).square().sum(1) for g in gradients])
+    judge.compare_all("batch_l2", [g.square().reshape(len(g), -1).sum(1) for g in gradients])
     judge.compare_all("sum_grad_squared", [g.square().sum(0) for g in gradients])
 
 
@@ -185,7 +185,7 @@ def kronecker(judge: Judge) -> None:
         name = judge.names[index]
         if ours.structure == "block":
             judge.compare(name, ours.dense().detach(), judge.oracle.ggn_block(index), floor)
-            blocks += ours.order.shape.numel() > max(ours.order.shape)
+            blocks += ours.order.shape.numel() > max(ours.order.shape, default=1)
         elif index in known:
             for factor, reference in zip(ours, known[index], strict=True):
                 full = torch.diag(factor) if ours.is_diagonal(factor) else factor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -33,12 +32,12 @@ class Oracle:
         """Differentiate.
 
         Args:
-            model: The model, not extended.
+            model: The model, which nobody extends: another one, since copies share closures.
             inputs: Its arguments.
             lossfunc: A sum over samples.
             target: What it compares with.
         """
-        self.model = copy.deepcopy(model)
+        self.model = model
         self.inputs, self.lossfunc, self.target = inputs, lossfunc, target
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(
@@ -90,7 +89,7 @@ class Oracle:
         Args:
             roots: Shape ``[V, N, *out]``.
         """
-        flat = roots.flatten(2)
+        flat = roots.reshape(*roots.shape[:2], -1)
         columns = self._per_parameter(
             lambda jac, n: torch.tensordot(flat[:, n].to(jac.dtype), jac, 1)
         )
@@ -102,7 +101,7 @@ class Oracle:
         for index, vector in enumerate(vectors):
             total = torch.zeros_like(vector)
             for n in self.samples:
-                jac = self.jacobians[n][index].flatten(1)
+                jac = _rows(self.jacobians[n][index])
                 pushed = self.hessians[n].to(jac.dtype) @ (jac @ vector.flatten())
                 total += (jac.T @ pushed).reshape(vector.shape)
             found.append(total)
@@ -112,7 +111,7 @@ class Oracle:
         """The block of one parameter. Shape ``[P, P]``."""
         total = torch.zeros(())
         for n in self.samples:
-            jac = self.jacobians[n][index].flatten(1)
+            jac = _rows(self.jacobians[n][index])
             total = total + jac.T @ self.hessians[n].to(jac.dtype) @ jac
         return total
 
@@ -161,3 +160,8 @@ def _embedding_bag(
 
 
 _TORCHS = functional.embedding_bag
+
+
+def _rows(jac: Tensor) -> Tensor:
+    """Shape ``[D, P]``, also of a parameter that is a number."""
+    return jac.reshape(len(jac), -1)

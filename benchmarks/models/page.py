@@ -66,7 +66,6 @@ def _cell(cell: Cell | None, reasons: list[str]) -> str:
 
 
 def _versions() -> str:
-    found = [
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")
-    ]
+    names = ("torch", "transformers", "peft", "x-transformers", "zuko", "e3nn")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in names]
     return f" with {', '.join(found)}"
