@@ -22,7 +22,7 @@ from backpack_core.errors import (
     UnsupportedError,
     UsageError,
 )
-from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
+from backpack_core.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense
 from backpack_products.tuning import memory_budget, set_memory_budget
@@ -134,6 +134,12 @@ def test_unknown_fail_mode() -> None:
 def test_number_of_monte_carlo_samples(samples: Any) -> None:
     with pytest.raises(UsageError, match=r"mc_samples must be a positive integer"):
         DiagGGNMC(mc_samples=samples)
+
+
+def test_an_extension_that_is_given_a_model() -> None:
+    """An optimizer has the same name, and takes one."""
+    with pytest.raises(UsageError, match="the optimizers are in backpack_optimizers"):
+        KFAC(nn.Linear(2, 1))  # type: ignore[arg-type]
 
 
 class Four:

@@ -81,7 +81,8 @@ def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
         where = f"has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and"
     return ShapeError(
         f"{call.path} {where} {size} entries on axis 0 as well: this quantity needs the samples "
-        "there. Build the model with batch_first=True, or transpose before the module."
+        "there. Build the model with batch_first=True, or transpose before the module; if both "
+        "axes are samples, as in a contrastive loss, no sample has a loss of its own: use HMP."
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core import Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
@@ -36,7 +37,10 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
     except TypeError:
         count = 0
     if count < 1:
-        raise UsageError(f"{name} must be a positive integer{otherwise}. Got {value!r}.")
+        got = f"{value!r:.80}."
+        if isinstance(value, Module):
+            got = "a model, but an extension takes none: the optimizers are in backpack_optimizers."
+        raise UsageError(f"{name} must be a positive integer{otherwise}. Got {got}")
     return count
 
 
