@@ -41,7 +41,7 @@ class Owner:
             patches: Tensor = unfold(
                 x, module.kernel_size, module.dilation, module.padding, module.stride
             )
-            return patches[0].T
+            return patches.transpose(1, 2).flatten(0, 1)
         return x.reshape(-1, x.shape[-1])
 
 
