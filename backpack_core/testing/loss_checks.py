@@ -193,7 +193,7 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     problem.compare(values, extensions, case.tolerances.float64, needs=needs)
     curved = [(e, problem.quantity_for(e)) for e in reversed(extensions)]
     for extension in {e.propagator: e for e, of in curved if of and of.needs in _CURVED}.values():
-        problem.differentiate(extension)
+        problem.differentiate(extension, case.tolerances.float64)
 
 
 def normalisation(case: LossCase) -> Entries:

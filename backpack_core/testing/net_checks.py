@@ -249,7 +249,7 @@ def quantity(nets: Nets) -> None:
 def differentiable(nets: Nets) -> None:
     """Check derivatives of values, which ``create_graph=True`` asks for."""
     for extension in nets.few(None if nets.is_alone else ("gradient", "curvature")):
-        nets.problem().differentiate(extension)
+        nets.problem().differentiate(extension, nets.case.tolerances.float64)
 
 
 def declarations(nets: Nets) -> None:

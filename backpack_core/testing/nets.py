@@ -30,7 +30,6 @@ from backpack_core.testing.quantities import ALL_NEEDS, Quantity, installed_exte
 from backpack_products.derivatives import second_order
 from backpack_products.parametric import AffineRule
 
-STEP = 1e-5  # of difference quotients, and the relative error that they allow
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 RefusalCheck = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
 Made = tuple[Module, Arguments, Module]  # net, inputs, loss
@@ -135,8 +134,14 @@ class Problem:
                 usable.remove(culprit)
         return usable, {}
 
-    def differentiate(self, extension: Extension) -> None:
-        """Compare how values change as parameters grow, by autograd, with difference quotients."""
+    def differentiate(self, extension: Extension, allowed: float) -> None:
+        """Compare how values change as parameters grow, by autograd, with difference quotients.
+
+        Args:
+            extension: What to compute.
+            allowed: The relative error of values, by which their differences are rounded.
+        """
+        step = allowed**0.5
 
         def grown(factor: float) -> tuple[Tensor, list[Tensor]]:
             net, arguments, loss = self.extended()
@@ -151,9 +156,11 @@ class Problem:
 
         found, thetas = grown(1.0)
         slope = sum(t.sum() for t in torch._foreach_mul(thetas, oracle.gradients(found, thetas)))
-        quotient = (grown(1 + STEP)[0] - grown(1 - STEP)[0]) / (2 * STEP)
+        quotient = (grown(1 + step)[0] - grown(1 - step)[0]) / (2 * step)
         what = f"{type(extension).__name__} after create_graph=True, differentiated by parameters"
-        close(torch.as_tensor(slope), quotient, f"{what} (without detach, .data, no_grad)", STEP)
+        close(
+            torch.as_tensor(slope), quotient, f"{what} (without detach, .data, no_grad)", 3 * step
+        )
 
     def _culprit(self, error: Exception, extensions: Sequence[Extension]) -> Extension:
         """The extension that raised an error."""

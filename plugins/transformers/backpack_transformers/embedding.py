@@ -58,8 +58,14 @@ def _rows(view: View) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(len(table), dtype=torch.float64, device=table.device).unsqueeze(1)
     with torch.no_grad():
         scaled = output_with(view, weight=1 + numbers).squeeze(-1)
-        scale = output_with(view, weight=torch.ones_like(numbers)).flatten()[:1]
+        scale = _first(output_with(view, weight=torch.ones_like(numbers)))
     rows = (scaled / scale).round().long() - 1
     # In the precision of the table: many modules round the number to it.
-    exact = output_with(view, weight=torch.ones_like(table[:, :1])).detach().flatten()[:1]
+    exact = _first(output_with(view, weight=torch.ones_like(table[:, :1])).detach())
     return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1), exact.to(view.dtype)
+
+
+def _first(output: Tensor) -> Tensor:
+    """One of the equal entries, ``[1]``; one, if there is none."""
+    entries = output.flatten()[:1]
+    return entries if len(entries) else entries.new_ones(1)
