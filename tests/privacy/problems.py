@@ -43,7 +43,7 @@ def perceptron() -> nn.Module:
 
 
 class Attends(nn.Module):
-    """Plain attention, with a parameter that a function uses."""
+    """Attention with one head, with a parameter that a function uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Attends(nn.Module):
         self.scale = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x * self.scale).chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v).mean(1))
+        q, k, v = self.qkv(x * self.scale).unsqueeze(1).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1).mean(1))
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
