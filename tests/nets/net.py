@@ -143,7 +143,7 @@ class DrawnNet(nn.Module):
 
 def _with_silent_use(run: Run, part: Any, place: str, *inputs: Tensor) -> Any:
     """Run a step, and use one of its parameters in a function that sends it no gradient."""
-    own = [part] if isinstance(part, nn.Parameter) else [*part.parameters()]
+    own = [part] if isinstance(part, Tensor) else [*part.parameters()]
     weight = own[-1 if place.endswith("last") else 0]
     first, *others = inputs
     if place.startswith("before") and first.is_floating_point():

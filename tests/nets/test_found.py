@@ -377,6 +377,15 @@ FOUND["told-view-behind-positions"] = chain(
     shape=(2, 2),
     passes="told",
 ).with_(seed=70009675)
+# A weight that is scaled by a number has as many rows as the user's index.
+FOUND["told-scaled-weight"] = chain(
+    ("HalvedLinear", {}),
+    ("MergedHead", {"merge": "pixels", "out": 1, "bias": False}),
+    shape=(1, 1, 1),
+    batch=3,
+    ask=(Request("BatchGrad"), Request("BatchDiagGGNExact")),
+    passes="told",
+).with_(seed=901422)
 # What a module returned unchanged is written into what it received.
 FOUND["view-with-strides"] = Recipe(
     70010803,
