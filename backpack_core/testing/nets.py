@@ -158,9 +158,7 @@ class Problem:
         slope = sum(t.sum() for t in torch._foreach_mul(thetas, oracle.gradients(found, thetas)))
         quotient = (grown(1 + step)[0] - grown(1 - step)[0]) / (2 * step)
         what = f"{type(extension).__name__} after create_graph=True, differentiated by parameters"
-        close(
-            torch.as_tensor(slope), quotient, f"{what} (without detach, .data, no_grad)", 3 * step
-        )
+        close(torch.as_tensor(slope), quotient, f"{what} (without detach, .data, no_grad)", step)
 
     def _culprit(self, error: Exception, extensions: Sequence[Extension]) -> Extension:
         """The extension that raised an error."""

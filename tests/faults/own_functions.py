@@ -68,6 +68,19 @@ class ScaleInPlace(Function):
         return x.mul_(factor)
 
 
+class Sine(torch.autograd.Function):
+    """``sin x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].cos()
+
+
 class Cube(torch.autograd.Function):
     """Nonlinear; the argument comes after three that are no tensors."""
 

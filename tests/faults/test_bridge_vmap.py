@@ -19,6 +19,7 @@ from backpack_operations.nodes import vmap_nodes
 from backpack_products.columns import Columns
 from tests import oracle
 from tests.cases import Net, Problem, classification
+from tests.faults.own_functions import Sine
 
 ROOT = Path(__file__).parents[2]
 Operation = Callable[[Tensor], Tensor]
@@ -39,13 +40,8 @@ def _scattered(x: Tensor) -> Tensor:
     return torch.as_strided_scatter(x.contiguous(), part, (len(x), 2), (4, 1), 0)
 
 
-class Buffered(torch.autograd.Function):
+class Buffered(Sine):
     """Its backward pass writes into one buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import GGNMP, HMP, JMP, PCHMP, BatchGrad, DiagHMP
 from backpack_secondorder.over_data import GGN, Hessian
 from tests.cases import Net
+from tests.faults.own_functions import Sine
 from tests.oracle import assert_close
 
 
@@ -325,19 +326,6 @@ def test_labels_that_are_learned(weighted: bool, reduction: str) -> None:
         value(model).backward()
     vectors = torch.eye(4).reshape(4, 2, 2)
     assert_close(model.weight.hmp(vectors).reshape(4, 4), block.reshape(4, 4).detach())
-
-
-class Sine(torch.autograd.Function):
-    """``sin x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * ctx.saved_tensors[0].cos()
 
 
 class Once(Sine):

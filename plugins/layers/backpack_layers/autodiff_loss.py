@@ -254,9 +254,12 @@ class AutodiffLossRule(HessianLossRule):
     def _differentiate(self, view: View) -> tuple[Tensor, Tensor]:
         x, gradient = self._gradient_again(view)
         if view.is_measured:
-            _see_same(view, gradient, self._gradient_again(view)[1])
+            point = x.detach().requires_grad_()
+            value, again = self._gradient_at(view, point)
+            _see_same(view, gradient, again)
             _see_apart(view, x, gradient)
-            self._see_slope(view)
+            if any(map(is_function, behind([value.grad_fn]))):
+                self._see_slope(view, point, again)
         return x, gradient
 
     def _gradient_again(self, view: View) -> tuple[Tensor, Tensor]:
@@ -275,16 +278,12 @@ class AutodiffLossRule(HessianLossRule):
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
         return value, gradient
 
-    def _see_slope(self, view: View) -> None:
+    def _see_slope(self, view: View, x: Tensor, gradient: Tensor) -> None:
         """Raise if a function of the user's differentiates its gradient wrongly, or not at all.
 
         Its ``backward`` may return what was computed without a graph, in the forward pass for
         example. Differences are compared by sample, since kinks make them wrong at a few.
         """
-        x = view.full.input.detach().requires_grad_()
-        value, gradient = self._gradient_at(view, x)
-        if not any(map(is_function, behind([value.grad_fn]))):
-            return
         step = torch.finfo(x.dtype).eps ** (1 / 3) * (1 + x.detach().abs().amax())
         direction = _noise(x)
         ends = [

@@ -215,8 +215,7 @@ class CarriedIds:
         if ids is not None and ids.numel() > 1 and bool((ids >= 0).all()):
             return ids
         shape = nodes.lengths_of(node, output_nr)
-        is_own = self._origins.of_weights(node) or self._origins.has_own_rows(node)
-        rows = None if is_own else self.told_rows(shape)
+        rows = None if self._origins.has_own_rows(node) else self.told_rows(shape)
         if rows is None:
             return ids
         self._assumed.add(output)

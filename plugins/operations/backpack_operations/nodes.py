@@ -127,8 +127,9 @@ def may_act(node: Node) -> bool:
     A Python function may do anything. The formula of a custom operator must not depend on global
     state or change it: ``torch.library.register_autograd`` requires that.
     """
-    is_pure = _torch.is_operator(type(node)) and not differentiates_once(node)
-    return is_function(node) and not is_pure and not hands_on(node)
+    if not is_function(node) or hands_on(node):
+        return False
+    return not _torch.is_operator(type(node)) or differentiates_once(node)
 
 
 def differentiates_once(node: Node) -> bool:
@@ -137,10 +138,10 @@ def differentiates_once(node: Node) -> bool:
     Torch's linear cross entropy in chunks has no mark, but computes gradients in the forward pass,
     and gives them away.
     """
-    function = getattr(node, "_forward_cls", None)
     if _torch.is_operator(type(node)) and "linear_cross_entropy" in node.name():
         return True
-    return getattr(getattr(function, "backward", None), "__code__", None) is _MARK
+    backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    return getattr(backward, "__code__", None) is _MARK
 
 
 def is_compiled(node: Node) -> bool:
