@@ -16,6 +16,7 @@ from backpack_capture import capture
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_products import sameness
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 
@@ -157,6 +158,16 @@ class _Squared(nn.Parameter):
             if function is F.linear:
                 args = args[0], args[1] ** 2, *args[2:]
             return function(*args, **(kwargs or {}))
+
+
+def test_a_class_with_an_unrelated_attribute_is_compared_name_by_name_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = sameness.Watched(_Line, ["forward", "extra_repr"])
+    monkeypatch.setattr(_Line, "unrelated", 1, raising=False)
+    assert not watched.is_changed()
+    monkeypatch.setattr(sameness, "_attribute", None)
+    assert not watched.is_changed()
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4, 6, 12])

@@ -91,12 +91,16 @@ class Watched:
     def is_changed(self) -> bool:
         """Whether the class has something else by now, or its code finds another function."""
         try:
-            if self._now() == self._seen:
+            now = self._now()
+            if now == self._seen:
                 return False
         except Exception:  # an attribute is gone, or cannot be compared
             return True
         # Another attribute may have come, or gone.
-        return any(_attribute(self._kind, name) is not own for name, own in self._own.items())
+        if any(_attribute(self._kind, name) is not own for name, own in self._own.items()):
+            return True
+        self._seen = now
+        return False
 
 
 def _tables_behind(kind: type) -> list[Mapping[str, Any]]:
