@@ -26,6 +26,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_operations.carried_ids import CarriedIds
 from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net
@@ -323,6 +324,36 @@ def test_tables_as_long_as_the_batch(name: str, is_added: bool, index: list[int]
     for p, gradient, diagonal in zip(told.parameters, grads, diagonals, strict=True):
         oracle.assert_close(p.grad_batch, gradient)
         oracle.assert_close(p.diag_ggn_exact, diagonal.sum(0))
+
+
+ALONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added to data": lambda h, x: h + x,
+    "times ones": lambda h, x: h * torch.ones(len(x), 1),
+    "times data": lambda h, x: (h * (0 * x + 1)).exp(),
+}
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+@pytest.mark.parametrize("index", [[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_small_layer_of_a_function_of_the_data_is_not_a_table(
+    name: str, index: list[int], is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows follow the index; if nobody follows them, they are not taken to be in order."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.b(ALONE[name](net.a(x.sin()), x))  # type: ignore[no-any-return]
+
+    layers = {"a": nn.Linear(D, D), "b": nn.Linear(D, 16 * C)}
+    told = Told(Case(lambda: Net(forward, **layers)), index, "mean", is_module=True)
+    if not is_followed:
+        monkeypatch.setattr(CarriedIds, "at", lambda self, output: None)
+        with pytest.raises(ShapeError, match="samples="):
+            told.run(BatchGrad())
+        return
+    told.run(BatchGrad())
+    for p, grads in zip(told.parameters, told.gradients(), strict=True):
+        oracle.assert_close(p.grad_batch, grads)
 
 
 @pytest.mark.parametrize("index", [INDICES["uneven"], INDICES["pairs"]])

@@ -386,6 +386,15 @@ FOUND["told-scaled-weight"] = chain(
     ask=(Request("BatchGrad"), Request("BatchDiagGGNExact")),
     passes="told",
 ).with_(seed=901422)
+# A layer inside is small enough to be a table, and is added to data.
+FOUND["told-small-layer"] = chain(
+    ("Gated", {}),
+    ("MergedHead", {"merge": "pixels", "out": 2, "bias": False}),
+    shape=(1, 2, 1),
+    batch=3,
+    ask=(Request("SumGradSquared"),),
+    passes="told",
+).with_(seed=1133379)
 # What a module returned unchanged is written into what it received.
 FOUND["view-with-strides"] = Recipe(
     70010803,

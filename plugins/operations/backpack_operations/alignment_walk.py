@@ -123,6 +123,8 @@ class Walk:
         count, rest = divmod(1 if operand.length is None else operand.length, self._size)
         if self._owners.are_moved and self._is_told(link):
             pass
+        elif count > 1 and self._is_lost(link):
+            operand.is_before |= is_before
         elif result.is_loss:
             operand.positions = count  # a loss says where samples are
         elif self._is_elsewhere(link):
@@ -163,6 +165,15 @@ class Walk:
             return False  # contradicts the result, whose rows are in order: the dye decides
         this.owned = owners == samples[:, None]
         return True
+
+    def _is_lost(self, link: Link) -> bool:
+        """Whether rows of samples that the user told come out of the net, and nobody knows whose.
+
+        They need not be in order, as they are if each row that the model receives is a sample.
+        """
+        result, this, _ = link
+        is_last = self._survey.is_told and (result.is_loss or result.is_before)
+        return is_last and self._owners.rows(*this.output, this.axis, is_free=True) is None
 
     def _is_in_order(self, this: TensorFacts) -> bool:
         """Whether carried ids tell that a tensor has one row of each sample, in order."""

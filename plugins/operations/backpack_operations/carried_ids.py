@@ -215,11 +215,18 @@ class CarriedIds:
         if ids is not None and ids.numel() > 1 and bool((ids >= 0).all()):
             return ids
         shape = nodes.lengths_of(node, output_nr)
-        rows = None if self._origins.has_own_rows(node) else self.told_rows(shape)
+        rows = None if self._has_own_rows(node) else self.told_rows(shape)
         if rows is None:
             return ids
         self._assumed.add(output)
         return along(rows, 0, shape)
+
+    def _has_own_rows(self, node: Node) -> bool:
+        """Whether rows are those of weights or tables; tables may have met data in a sum."""
+        origins = self._origins
+        if not origins.has_own_rows(node) or origins.has_rows_of_weights(node):
+            return origins.has_own_rows(node)
+        return origins.of_tables(node) or nodes.data_of(node)[0] is not None
 
     def is_by_length(self, output: NodeOutput) -> bool:
         """Whether only its length says that a tensor has the rows of the user's index."""

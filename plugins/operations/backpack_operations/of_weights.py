@@ -16,15 +16,15 @@ from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import has_call
 from backpack_products.substitutes import is_parameter
 
-# The four questions of ``Origins``, as bits of one number.
-_WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS = 1, 2, 4, 8
-_ALL = _WEIGHTS | _TABLES | _CONSTANTS | _OWN_ROWS
+# The five questions of ``Origins``, as bits of one number.
+_WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS, _ROWS_OF_WEIGHTS = 1, 2, 4, 8, 16
+_ALL, _OF_TABLES = 31, _TABLES | _CONSTANTS | _OWN_ROWS
 
 
 class Origins:
-    """Answers, for a node, four questions about what its outputs were computed from.
+    """Answers, for a node, five questions about what its outputs were computed from.
 
-    One walk answers all four, and goes only as far as the answer needs.
+    One walk answers all of them, and goes only as far as the answer needs.
     """
 
     def __init__(self, survey: GraphSurvey) -> None:
@@ -44,8 +44,15 @@ class Origins:
         return bool(self._of(node) & _CONSTANTS)
 
     def has_own_rows(self, node: Node) -> bool:
-        """Whether its rows are those of parameters, even if masks or noise were applied to them."""
+        """Whether its rows are those of parameters, even if masks or noise were applied to them.
+
+        Or those of the survey's tables.
+        """
         return bool(self._of(node) & _OWN_ROWS)
+
+    def has_rows_of_weights(self, node: Node) -> bool:
+        """Whether they are, if what the survey takes for tables are data."""
+        return bool(self._of(node) & _ROWS_OF_WEIGHTS)
 
     def _of(self, node: Node) -> int:
         answers = self._answers
@@ -57,7 +64,7 @@ class Origins:
             if bits and behind:
                 todo += [(this, bits, behind), (behind[-1], *self._begin(behind[-1]))]
             else:
-                answers[this] = bits | (_ALL ^ _WEIGHTS if this in self._survey.tables else 0)
+                answers[this] = bits | (_OF_TABLES if this in self._survey.tables else 0)
         return answers[node]
 
     def _begin(self, node: Node) -> tuple[int, list[Node]]:
@@ -77,7 +84,7 @@ class Origins:
             return 0, behind
         if nodes.is_of_its_operands(node):
             return _ALL, behind
-        return _CONSTANTS | (_OWN_ROWS if _keeps_rows(node) else 0), behind
+        return _CONSTANTS | (_OWN_ROWS | _ROWS_OF_WEIGHTS if _keeps_rows(node) else 0), behind
 
     def _is_weight(self, leaf: Node) -> bool:
         """Whether a leaf is a parameter, or a single number (which has no rows)."""
