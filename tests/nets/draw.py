@@ -194,7 +194,7 @@ class Draft:
             return self._accept(step)
 
     def _accept(self, step: Step) -> bool:
-        known, before = set(self.net.parts), self.recipe
+        known, before = {*self.net.parts, *self.net._parameters}, self.recipe
         try:
             with torch.no_grad(), torch.random.fork_rng([]):
                 found = self._try(step)
@@ -211,9 +211,11 @@ class Draft:
         return True
 
     def _forget(self, known: set[str]) -> None:
-        """Remove the modules of a step that was not kept."""
+        """Remove the module or parameter of a step that was not kept."""
         for name in set(self.net.parts) - known:
             del self.net.parts[name]
+        for name in set(self.net._parameters) - known:
+            del self.net._parameters[name]
 
     def _try(self, step: Step) -> Values:
         self.net.make_part(step, self.recipe.seed, self.values)
