@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -228,6 +229,30 @@ def test_padded_items_of_a_model_that_returns_a_number(sizes: tuple[int, ...]) -
             expected = torch.autograd.grad(model([padded]), [*model.parameters()])
             for parameter, own in zip(model.parameters(), expected, strict=True):
                 oracle.assert_close(vars(parameter)["grad_batch"][n], own)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+@pytest.mark.parametrize("merge", [lambda h: h[-1], lambda h: h.tanh().mean(0)])
+def test_as_many_variants_as_samples_in_front_are_not_the_samples(
+    merge: Callable[[Tensor], Tensor], samples: int
+) -> None:
+    class Variants(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(merge(self.layer(torch.stack([x, 2 * x, x.sin()]))))  # type: ignore[no-any-return]
+
+    model, lossfunc = extend(Variants()), extend(nn.MSELoss(reduction="sum"))
+    x, y = torch.randn(samples, 4), torch.randn(samples, C)
+    loss, is_doubtful = lossfunc(model(x), y), samples == 3
+    with pytest.raises(SampleMixingError) if is_doubtful else nullcontext(), backpack(BatchGrad()):
+        loss.backward()
+    for n in range(0 if is_doubtful else samples):
+        expected = torch.autograd.grad(lossfunc(model(x[[n]]), y[[n]]), [*model.parameters()])
+        for parameter, own in zip(model.parameters(), expected, strict=True):
+            oracle.assert_close(vars(parameter)["grad_batch"][n], own)
 
 
 def test_single_precision_on_a_gpu_keeps_ten_bits_in_products() -> None:

@@ -271,8 +271,7 @@ class CarriedIds:
             ids = self.of_input(call)
         is_of_weights = self._origins.of_weights(site.edge.node)
         if ids is None and not (is_of_weights or any(call.edges[:1])):
-            # One of several inputs may be as long as the batch by chance.
-            is_sure = call.receives_input > 1 or len(call.run.inputs) < 2
+            is_sure = call.receives_input > 1 or is_like_input(call)
             ids = self.by_length(tuple(received.shape), declared, is_sure)
         if ids is None or ids.numel() != max(ids.shape, default=0):
             return None
@@ -395,6 +394,15 @@ class CarriedIds:
 def is_along(ids: SampleIds, axis: int) -> bool:
     """Whether ids differ along one axis only, which is not the first."""
     return bool(axis) and ids.shape[axis : axis + 1] == (ids.numel(),)
+
+
+def is_like_input(call: Call) -> bool:
+    """Whether data that a call received have the axes of the model's only input, and maybe more.
+
+    One of several inputs may be as long as the batch by chance, and so may a stack of several.
+    """
+    shape, given = call.stored.inputs[0].shape, [each.shape for each in call.run.inputs]
+    return len(given) < 2 and all(shape[: len(axes)] == axes for axes in given)
 
 
 def is_of_buffers(call: Call) -> bool:
