@@ -95,7 +95,7 @@ def after_forward(module: Module, args: tuple[Any, ...], kwargs: Any, result: An
     return replaced
 
 
-def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def before_model(module: Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
     """The forward pre-hook of an extended model: notes where samples may lie in its inputs."""
     owner = _owner_of_model(module)
     if owner is not None:
@@ -106,7 +106,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @_Hook
-def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
+def after_model(module: Module, args: Any, kwargs: Any, result: Any = None) -> None:
     """The forward hook of an extended model."""
     owner = _owner_of_model(module)
     if owner is not None:
