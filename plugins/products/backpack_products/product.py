@@ -33,8 +33,10 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from backpack_core._torch import version_of
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import ShapeError
+from backpack_core.record.guards import Versions
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
 from backpack_products.open_functions import OpenFunction
@@ -178,6 +180,10 @@ class DenseProduct(SampleProduct):
         assert self._form is not None
         return self._form(columns, samples)
 
+    def held(self) -> Versions:
+        """The values, or the tensor with their dtype."""
+        return [(self.like, version_of(self.like))]
+
     def pieces(self) -> Iterator[Piece]:
         """Yields pieces that fit into the cache, if the values exist."""
         if self.values is None:
@@ -211,6 +217,10 @@ class SumProduct(SampleProduct):
         """The sum of the parts in another dtype."""
         return SumProduct([part.in_dtype(dtype) for part in self.parts])
 
+    def held(self) -> Versions:
+        """The tensors of all parts."""
+        return [entry for part in self.parts for entry in part.held()]
+
     def lasting(self) -> SampleProduct:
         """The sum of the lasting parts."""
         parts = [part.lasting() for part in self.parts]
@@ -230,6 +240,10 @@ class CastProduct(SampleProduct):
     def part(self, columns: slice, samples: slice) -> Tensor:
         """``M`` of some columns and samples."""
         return self._product.part(columns, samples).to(self.like.dtype)
+
+    def held(self) -> Versions:
+        """The tensors of the product."""
+        return self._product.held()
 
     def lasting(self) -> SampleProduct:
         """The lasting product, in the same dtype."""
@@ -261,6 +275,10 @@ class PlacedProduct(SampleProduct):
                 target = slice(first - columns.start, last - columns.start)
                 result[target] = self._product.part(some, samples)
         return result
+
+    def held(self) -> Versions:
+        """The tensors of the product."""
+        return self._product.held()
 
 
 def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
