@@ -33,7 +33,6 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from backpack_core._torch import version_of
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import ShapeError
 from backpack_core.record.guards import Versions
@@ -179,10 +178,6 @@ class DenseProduct(SampleProduct):
             return self.values[columns, samples]
         assert self._form is not None
         return self._form(columns, samples)
-
-    def held(self) -> Versions:
-        """The values, or the tensor with their dtype."""
-        return [(self.like, version_of(self.like))]
 
     def pieces(self) -> Iterator[Piece]:
         """Yields pieces that fit into the cache, if the values exist."""

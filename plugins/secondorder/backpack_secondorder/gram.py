@@ -79,7 +79,8 @@ class GramBlock:
 
     def __post_init__(self) -> None:
         """Note the versions of the factors: some are what a layer received."""
-        self._versions = [version for _, version in self._product.held()]
+        product = self._product
+        self._held = [entry for entry in product.held() if entry[0] is not product.parameter]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has tensors of its own, with versions of their own."""
@@ -100,7 +101,7 @@ class GramBlock:
             UsageError: There are not as many eigenvalues that differ from zero.
             OverwrittenInputError: What the layer received was changed in place since the pass.
         """
-        if [version for _, version in self._product.held()] != self._versions:
+        if any(not t.is_inference() and t._version != version for t, version in self._held):
             raise OverwrittenInputError(
                 "What a layer received was changed in place since the backward pass, so the "
                 "eigenvectors would be others: compute them first, or run another pass."
