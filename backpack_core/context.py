@@ -40,7 +40,8 @@ class backpack:
         ...     loss.backward()
 
     The block applies to the thread that entered it. A nested block replaces the outer one until it
-    ends. Several threads may each train a model of their own at the same time.
+    ends. Several threads may each train a model of their own at the same time. Do not write
+    ``await`` or ``yield`` inside the block: what runs meanwhile would run in it, too.
     """
 
     def __init__(

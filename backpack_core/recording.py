@@ -59,9 +59,12 @@ class _Hook(partial[Any]):
         return self.func.__name__
 
 
-def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward pre-hook: returns an :class:`Execution` instead of the keyword arguments."""
-    if not is_recording() or not _hooks.take_places(module):
+def before_forward(module: Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """The forward pre-hook: returns an :class:`Execution` instead of the keyword arguments.
+
+    Quantisation copies hooks to modules of its own without saying that they take keyword arguments.
+    """
+    if kwargs is None or not is_recording() or not _hooks.take_places(module):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
     if _hooks.HOOKS_OF_ALL:
@@ -72,12 +75,10 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @_Hook
-def after_forward(
-    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
+def after_forward(module: Module, args: tuple[Any, ...], kwargs: Any, result: Any = None) -> Any:
     """The forward hook: records the call on every differentiable output."""
     if type(kwargs) is not Execution:
-        if not is_recording():
+        if not is_recording() or not isinstance(kwargs, dict):
             return None
         # A user's pre-hook that runs after ours replaced the keyword arguments.
         kwargs = Execution(kwargs, ())
@@ -94,7 +95,7 @@ def after_forward(
     return replaced
 
 
-def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def before_model(module: Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
     """The forward pre-hook of an extended model: notes where samples may lie in its inputs."""
     owner = _owner_of_model(module)
     if owner is not None:
@@ -105,7 +106,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @_Hook
-def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
+def after_model(module: Module, args: Any, kwargs: Any, result: Any = None) -> None:
     """The forward hook of an extended model."""
     owner = _owner_of_model(module)
     if owner is not None:

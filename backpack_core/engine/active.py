@@ -153,14 +153,18 @@ def push(context: Context) -> None:
 
 
 def pop(context: Context) -> None:
-    """Remove a context, or one that ``dataclasses.replace`` made of it, from this thread."""
-    ident = threading.get_ident()
-    # Compared by ``seen``, which a replacement shares.
-    remaining = tuple(c for c in stacks.get(ident, ()) if c.seen is not context.seen)
-    if remaining:
-        stacks[ident] = remaining
-    else:
-        stacks.pop(ident, None)
+    """Remove a context, or one that ``dataclasses.replace`` made of it.
+
+    Another thread than the one that entered it may leave it: a generator is closed anywhere. A new
+    thread may get the number of one that has ended, and would otherwise find the context there.
+    """
+    for ident, stack in [*stacks.items()]:
+        # Compared by ``seen``, which a replacement shares.
+        remaining = tuple(c for c in stack if c.seen is not context.seen)
+        if not remaining:
+            stacks.pop(ident, None)
+        elif len(remaining) < len(stack):
+            stacks[ident] = remaining
 
 
 def _is_foreign_thread() -> bool:

@@ -81,7 +81,8 @@ class Quantities(Mapping[Place, Any]):
             known = {f"{path}, {field}": None for path, field in self._values}
             asked = ", ".join(map(str, place if isinstance(place, tuple) else (place,)))
             near = get_close_matches(asked, known, 1, 0.6)
-            hint = f"did you mean {near[0]}?" if near else f"there are {'; '.join(known)}."
+            there = f"there are {'; '.join(known)}." if known else "this process had no sample."
+            hint = f"did you mean {near[0]}?" if near else there
             raise KeyError(f"There is no value at {place!r}: {hint}")
         return self._values[place]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 
 from backpack_attribution import GradientStore, Influence, LoGra, fill, influence, self_influence
+from backpack_core.errors import UsageError
 from backpack_firstorder import Projection
 from tests.attribution.problems import loader, tied, tokens
 from tests.attribution.test_unreached import QUERIES, Mixture, X, Y
@@ -45,6 +47,10 @@ def scores(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     )
     store = GradientStore(folder / f"store-{ranks}", dtype=torch.float64)
     fill(store, model, lossfunc, train, Projection(5), process_group=group)
+    if ranks > 1:
+        whole = loader(tokens(SAMPLES), 2)
+        with pytest.raises(UsageError, match=f"each would count {ranks} times"):
+            influence(model, lossfunc, whole, queries, "dot", process_group=group)
     return {name: (value.values, value.train) for name, value in found.items()}
 
 

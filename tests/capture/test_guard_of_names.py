@@ -11,6 +11,7 @@ import weakref
 from array import array
 from collections import ChainMap, UserDict
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,30 @@ def test_a_number_that_is_read_by_another_name(name: str, place: str) -> None:
     finally:
         write(1.0)
         globals().pop("abs", None)
+
+
+class Weighted:
+    def __init__(self, model: nn.Module, lossfunc: nn.Module) -> None:
+        self.model, self.lossfunc, self.weight = model, lossfunc, 1.0
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.lossfunc(self.model(x), y) * self.weight  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["object", "partial"])
+def test_a_step_that_is_no_function(kind: str) -> None:
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+    given: Any = Weighted(model, lossfunc)
+    if kind == "partial":
+        given = partial(lambda x, y, weight: lossfunc(model(x), y) * weight, weight=1.0)
+    step = capture(given, model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    for _ in range(8):
+        step(x, y)
+    assert step.holds(x, y)
+    (given.keywords if kind == "partial" else vars(given))["weight"] = 3.0
+    assert not step.holds(x, y)
+    same(step(x, y), given(x, y).detach())
 
 
 @pytest.mark.parametrize("read", [lambda: SPACE.scale, lambda: TABLE["scale"]])

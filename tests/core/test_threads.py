@@ -172,6 +172,21 @@ def test_foreign_thread_with_a_context_of_its_own() -> None:
     assert hasattr(problem.parameters[0], "inner_field")
 
 
+def test_a_context_that_another_thread_leaves() -> None:
+    """As where a generator that is suspended inside a block is closed by another thread."""
+    problem = classification(mlp(), (3,))
+    block = backpack(BatchGrad())
+
+    def enter() -> None:
+        block.__enter__()
+        problem.loss().backward()
+
+    in_python_thread(enter)
+    assert len(stacks) == 1
+    block.__exit__(None, None, None)
+    assert not stacks
+
+
 def test_disable_is_a_matter_of_one_thread() -> None:
     problem = classification(mlp(), (3,))
     with disable():

@@ -105,6 +105,17 @@ def test_transformed_models(transform: Any) -> None:
     problem.check()
 
 
+def test_hooks_that_were_copied_to_another_module() -> None:
+    """As quantisation does when it replaces layers, without saying that hooks take keywords."""
+    layer, other, x = extend(nn.Linear(3, 4)), nn.Linear(3, 4), torch.randn(5, 3)
+    for before in layer._forward_pre_hooks.values():
+        other.register_forward_pre_hook(before)
+    for after in layer._forward_hooks.values():
+        other.register_forward_hook(after)
+    assert layer._forward_pre_hooks
+    assert torch.equal(other(x), nn.functional.linear(x, other.weight, other.bias))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize("make", [nn.Tanh, lambda: nn.Linear(3, 3)], ids=["tanh", "linear"])

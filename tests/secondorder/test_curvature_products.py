@@ -219,6 +219,23 @@ def test_after_a_step() -> None:
             getattr(first, field)(torch.randn(2, *first.shape))
 
 
+@pytest.mark.parametrize("passes", [1, 6])
+@pytest.mark.parametrize("changed", ["output", "target"])
+def test_after_what_a_loss_received_was_overwritten(changed: str, passes: int) -> None:
+    """Its Hessian is computed at each product, so it must not be that of the next batch."""
+    model = extend(nn.Linear(3, 2))
+    lossfunc = extend(nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0])))
+    for _ in range(passes):  # later passes follow a plan
+        given = {"output": model(torch.randn(4, 3)), "target": torch.rand(4, 2)}
+        with backpack(GGNMP(), PCHMP()):
+            lossfunc(given["output"], given["target"]).backward()
+    with torch.no_grad():
+        given[changed].mul_(2)
+    for field in ("ggnmp", "pchmp"):
+        with pytest.raises(OverwrittenInputError, match="input or target was changed in place"):
+            getattr(model.weight, field)(torch.randn(2, 3))
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (2, 5, 4, 1)])
 def test_wrong_shape(shape: tuple[int, ...]) -> None:
     problem = make("mlp")

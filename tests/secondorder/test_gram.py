@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import UsageError
+from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.extensions import GGNGram, SqrtGGNExact, SqrtGGNMC
 from tests.cases import Net, Problem, classification
 from tests.oracle import assert_close
@@ -90,3 +93,25 @@ def test_too_many_eigenvectors(count: int) -> None:
     problem.run(GGNGram())
     with pytest.raises(UsageError, match="has rank 8: ask for 1 to 8"):
         problem.parameters[0].ggn_gram.eigenvectors(count)
+
+
+@pytest.mark.parametrize("net", ["affine", "convolution", "twice"])
+def test_inputs_that_were_overwritten(net: str) -> None:
+    """Eigenvectors are computed later: not of what the next batch has written there."""
+    layer: nn.Module = nn.Linear(4, 4)
+    if net == "convolution":
+        layer = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten())
+    both = [layer, nn.Sigmoid(), *([layer] if net == "twice" else [])]
+    model, lossfunc, x = extend(nn.Sequential(*both)), extend(nn.MSELoss()), torch.randn(3, 4)
+    loss = lossfunc(model(x), torch.zeros(3, 4))
+    with backpack(GGNGram()):
+        loss.backward()
+    first = next(model.parameters())
+    block: Any = first.ggn_gram  # type: ignore[attr-defined]
+    with torch.no_grad():
+        first.add_(1.0)
+    before, copied = block.eigenvectors(2), copy.deepcopy(block)
+    x.zero_()
+    with pytest.raises(OverwrittenInputError, match="compute them first"):
+        block.eigenvectors(2)
+    assert torch.equal(copied.eigenvectors(2), before)

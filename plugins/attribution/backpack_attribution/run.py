@@ -83,8 +83,8 @@ class Run:
             is_shared: Whether processes have a part of the data each.
 
         Raises:
-            UsageError: The loader gives no samples, or single samples instead of batches, or
-                identities do not fit.
+            UsageError: The loader gives no samples, or single samples instead of batches,
+                identities do not fit, or all processes have the same samples.
         """
         if isinstance(given, str) and given not in ("place", "content"):
             raise UsageError(
@@ -112,6 +112,8 @@ class Run:
                 found += checked(given(batch), samples)
             elif isinstance(given, str):  # an array would be compared entry by entry
                 found += (content if given == "content" else place)(batch, samples)
+        if group is not None:
+            _require_parts(self.of_all(seen))
         if not count:
             raise UsageError(
                 "A loader gave no sample. Give something that can be iterated several times, such "
@@ -202,6 +204,21 @@ def _require_own_samples(loader: Iterable[Any]) -> None:
             f"The DistributedSampler repeats samples, since {len(samples)} is not a multiple of "
             f"{sampler.num_replicas} processes, and repeated samples would count twice: give each "
             "process Subset(dataset, range(rank, len(dataset), ranks))."
+        )
+
+
+def _require_parts(batches: list[list[str]]) -> None:
+    """Refuse the same data in every process, of which each sample would count several times.
+
+    Args:
+        batches: The hashes of the batches of each process.
+    """
+    ranks = len(batches)
+    if ranks > 1 and batches[0] and all(found == batches[0] for found in batches):
+        raise UsageError(
+            f"All {ranks} processes got the same training samples, and each would count {ranks} "
+            "times: give each process its part, "
+            "DataLoader(Subset(dataset, range(rank, len(dataset), ranks)), ...)."
         )
 
 

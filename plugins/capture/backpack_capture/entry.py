@@ -72,8 +72,13 @@ def capture(
             "check=, extension_hook= and observer=. Write the step with backpack(...) and "
             "loss.backward()."
         )
-    if not hasattr(step, "__qualname__") or isinstance(step, type):
-        raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")
+    if not callable(step) or isinstance(step, (type, Module)):
+        raise UsageError(
+            f"capture() takes a function that returns the loss. Got {step!r:.80}: write "
+            "capture(lambda X, y: lossfunc(model(X), y), model, lossfunc, ...)."
+        )
+    if not hasattr(step, "__qualname__"):  # a functools.partial, or an object
+        step = _function(step)
     if extension_hook is not None and not hook_only_computes:
         raise UsageError(
             "A graph repeats only what extension_hook computes, not what else it does. If it only "
@@ -102,6 +107,16 @@ def capture(
     return HostedStep(
         step, host, lambda function, *more, **said: make(function, *modules, *more, **said)
     )
+
+
+def _function(called: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls an object; the guard looks at the object behind it."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    step.__qualname__ = type(called).__qualname__
+    return step
 
 
 def _made(

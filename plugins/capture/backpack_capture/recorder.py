@@ -42,6 +42,10 @@ _FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of a tensor that is kept
 # The places of arguments that rules and torch.nn.grad pass only for their shape.
+DISTURBED: Final = (
+    "it sets the state of torch's generator, or draws outside operations, or another thread drew "
+    "meanwhile"
+)
 _SHAPES: Final = {
     aten.convolution_backward.default: (1, 2),
     aten.avg_pool2d_backward.default: (1,),
@@ -147,7 +151,7 @@ class Recorder(TorchDispatchMode):
         before = [t._version for t in _tensors((args, kwargs))]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and not self.is_undisturbed():
-            self.refusal = "it sets the state of torch's generator, or draws outside operations"
+            self.refusal = DISTURBED
         out = func(*args, **kwargs)
         if is_random:
             self.drawn = generator_states()

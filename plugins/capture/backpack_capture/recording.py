@@ -16,7 +16,7 @@ from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import HoldsCode
-from backpack_capture.recorder import Recorder
+from backpack_capture.recorder import DISTURBED, Recorder
 from backpack_capture.results import Before, Results
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
@@ -158,5 +158,5 @@ def _drawn(drawn: Any, recorder: Recorder) -> str | None:
     if states_of_generators() != drawn:
         return "it draws random numbers that are not torch's"
     if not recorder.is_undisturbed():
-        return "it sets the state of torch's generator, or draws outside operations"
+        return DISTURBED
     return None

@@ -292,6 +292,7 @@ def _say(why: str) -> None:
     """Warn, once for each reason, that autograd computes every gradient."""
     warn_once(
         ("gradient", why),
-        f"Autograd computes every gradient, despite backpack(gradient=...): {why}.",
+        "Autograd computes every gradient, though backpack(gradient=...), or private training, "
+        f"does not need all: {why}. The other results are the same.",
         BackpackWarning,
     )

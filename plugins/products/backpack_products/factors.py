@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import base_of
+from backpack_core._torch import base_of, version_of
 from backpack_core.record.guards import Versions
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
-from backpack_products.rows import CastRows
+from backpack_products.rows import CastRows, tensors_behind
 from backpack_products.substitutes import is_parameter
 
 
@@ -49,12 +49,9 @@ class FactorProduct(SampleProduct):
         """A product of the same form, for the same parameter, with other factors."""
 
     def held(self) -> Versions:
-        """The factors that are tensors, with their versions."""
-        held = [(self.out, self.out._version)]
-        for factor in (self.other, self.is_own):
-            if isinstance(factor, Tensor):
-                held.append((factor, factor._version))
-        return held
+        """The factors, and what they are created from, with versions."""
+        factors = (self.out, self.other, self.is_own)
+        return [(tensor, version_of(tensor)) for tensor in tensors_behind(factors)]
 
     def lasting(self) -> SampleProduct:
         """The product with a copy of the other factor, if that is a parameter itself.

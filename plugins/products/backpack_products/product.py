@@ -35,6 +35,7 @@ from torch import Tensor
 
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import ShapeError
+from backpack_core.record.guards import Versions
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
 from backpack_products.open_functions import OpenFunction
@@ -211,6 +212,10 @@ class SumProduct(SampleProduct):
         """The sum of the parts in another dtype."""
         return SumProduct([part.in_dtype(dtype) for part in self.parts])
 
+    def held(self) -> Versions:
+        """The tensors of all parts."""
+        return [entry for part in self.parts for entry in part.held()]
+
     def lasting(self) -> SampleProduct:
         """The sum of the lasting parts."""
         parts = [part.lasting() for part in self.parts]
@@ -230,6 +235,10 @@ class CastProduct(SampleProduct):
     def part(self, columns: slice, samples: slice) -> Tensor:
         """``M`` of some columns and samples."""
         return self._product.part(columns, samples).to(self.like.dtype)
+
+    def held(self) -> Versions:
+        """The tensors of the product."""
+        return self._product.held()
 
     def lasting(self) -> SampleProduct:
         """The lasting product, in the same dtype."""
@@ -261,6 +270,10 @@ class PlacedProduct(SampleProduct):
                 target = slice(first - columns.start, last - columns.start)
                 result[target] = self._product.part(some, samples)
         return result
+
+    def held(self) -> Versions:
+        """The tensors of the product."""
+        return self._product.held()
 
 
 def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:

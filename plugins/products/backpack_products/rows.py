@@ -7,7 +7,7 @@ samples at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ class Rows(Protocol):
 def whole(inp: Rows) -> Tensor:
     """The inputs of all samples; a tensor itself, since slicing it takes as long as a kernel."""
     return inp if isinstance(inp, Tensor) else inp[:]
+
+
+def tensors_behind(inp: Any) -> list[Tensor]:
+    """The tensors that inputs are, or that they are created from."""
+    if isinstance(inp, Tensor):
+        return [inp]
+    is_made = hasattr(inp, "shape") and hasattr(inp, "__dict__")
+    inner = inp if isinstance(inp, tuple) else vars(inp).values() if is_made else ()
+    return [tensor for item in inner for tensor in tensors_behind(item)]
 
 
 class JoinedRows:

@@ -123,7 +123,7 @@ class Passes:
                 f"{'' if self.in_order else 'add up to '}{_text(before)} in the first one, and "
                 f"{_text(sums)} now. Take a loader without random augmentation"
                 f"{' that does not shuffle' if self.in_order else ''}, and a model without random "
-                "numbers."
+                "numbers. If you changed the model or the data in between, make a new operator."
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from backpack_core.autocast import without_autocast
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.rules import Normaliser
-from backpack_core.errors import UsageError
+from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.columns import Root
 from backpack_products.extensions import as_subsampling
@@ -76,6 +77,16 @@ class GramBlock:
     _places: Tensor = field(init=False)
     spectrum: Spectrum = field(init=False)
 
+    def __post_init__(self) -> None:
+        """Note the versions of the factors: some are what a layer received."""
+        product = self._product
+        self._held = [entry for entry in product.held() if entry[0] is not product.parameter]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has tensors of its own, with versions of their own."""
+        vars(self).update(state)
+        self.__post_init__()
+
     def eigenvectors(self, count: int) -> Tensor:
         """This parameter's part of the leading eigenvectors.
 
@@ -88,7 +99,13 @@ class GramBlock:
 
         Raises:
             UsageError: There are not as many eigenvalues that differ from zero.
+            OverwrittenInputError: What the layer received was changed in place since the pass.
         """
+        if any(not t.is_inference() and t._version != version for t, version in self._held):
+            raise OverwrittenInputError(
+                "What a layer received was changed in place since the backward pass, so the "
+                "eigenvectors would be others: compute them first, or run another pass."
+            )
         weights = self.spectrum.weights(count)[:, self._places]
         weights = weights.to(self._product.like.dtype)
         with torch.set_grad_enabled(self.gram.requires_grad), without_autocast():

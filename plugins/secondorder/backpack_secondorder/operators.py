@@ -19,6 +19,7 @@ from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.location import nothing_arrived
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import SITES, Call, Edge
+from backpack_core.record.storage import read
 from backpack_operations.bridge import agree
 from backpack_operations.nodes import is_function
 from backpack_operations.order import behind
@@ -234,9 +235,11 @@ def loss_terms(view: View) -> list[Term]:
     """The term of a loss: its Hessian at its input. Empty if no parameter leads to the input."""
     if not live_inputs(view):
         return []
-    rule = view.call.rule
+    rule, whole = view.call.rule, view.full
 
     def multiply(x: Tensor) -> Tensor:
+        for slot in range(len(whole.inputs)):  # the view may have read them in the pass
+            read(whole, slot, "input or target")
         product: Tensor = rule.hessian_mat_prod(view, x.unsqueeze(0)).squeeze(0)
         return product
 
