@@ -21,6 +21,7 @@ from torch import Tensor
 from backpack_core.contract.propagator import Reading
 from backpack_core.discovery import discover
 from backpack_core.errors import PluginError
+from backpack_core.plugins.registry import registry
 from backpack_core.preferences import Claim, Provenance, choose, qualified_name
 
 R = TypeVar("R")
@@ -58,6 +59,7 @@ class OpenFunction(Generic[R]):
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
         # A new cache: a thread that looks a version up meanwhile writes to the old one.
         self._chosen = {}
+        registry.forget()  # passes that repeat what another version computed
         return version
 
     def has_version(self, form: type[Reading]) -> bool:
