@@ -327,7 +327,11 @@ def changing(self, view, trained, quantity):
 
 
 CARRIERS = {
-    "no carrier": (lambda *given: 3, PluginError, r"Count at Linear '1' made 3, expected a Carrier"),
+    "no carrier": (
+        lambda *given: 3,
+        PluginError,
+        r"Count at Linear '1' made 3, expected a Carrier",
+    ),
     "nothing": ({"find": lambda *given: None}, ShapeError, r"Slip\.find returned \[None\] for"),
     "a part": ({"find": lambda *given: ()}, ShapeError, r"find returned \[\] .* None to leave it"),
     "values for readings": ({"gives_values": False}, ShapeError, r"a reading for each.*\[1, 2\]"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import only_computes
 from backpack_core.errors import PluginError, ShapeError
 from backpack_core.plugins.registry import registry
 from backpack_core.record.storage import storage
@@ -187,6 +188,11 @@ def products_at(*operations: str) -> Callable[[Maker], Maker]:
         return make
 
     return register
+
+
+def makers_that_may_do_more() -> list[Maker]:
+    """The functions whose package does not say that it only computes."""
+    return [make for of in _MAKERS.values() for make in of.values() if not only_computes(make)]
 
 
 def operand_product(
