@@ -264,7 +264,7 @@ def leaves_arguments_alone(case: LossCase) -> None:
 def unreduced(case: LossCase) -> Entries:
     """Check ``reduction="none"``, where every entry of the loss has another arriving gradient."""
     try:
-        case.as_rule_case("none").make()
+        case.as_rule_case("none").arguments().call(case.as_rule_case("none").module())
     except Exception:
         return  # there is no such reduction
     run = LossRun(case, "none")
