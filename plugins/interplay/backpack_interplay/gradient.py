@@ -234,7 +234,9 @@ def _compared(run: BackwardPass) -> dict[int, Tensor]:
     checks = (e for group in run.groups for e in group.extensions if isinstance(e, SumCheck))
     if next(checks, None) is None or run.survey.shards:
         return {}
-    used = {key: use.parameter for key, use in run.survey.uses.items() if use.count}
+    bare = run.survey.bare  # these get a gradient in every pass
+    uses = {key: use for key, use in run.survey.uses.items() if use.count and not use.unruled}
+    used = {key: use.parameter for key, use in uses.items() if key not in bare}
     return {key: p for key, p in used.items() if p.is_leaf and not _has_other_hooks(p)}
 
 
