@@ -63,9 +63,9 @@ def declare_only_computes(package: str) -> None:
     _ONLY_COMPUTING.add(package)
 
 
-def only_computes(cls: type) -> bool:
+def only_computes(part: Callable[..., Any]) -> bool:
     """Whether :func:`declare_only_computes` was called for its package, and it calls no others."""
-    home = None if getattr(cls, "calls_others", False) else cls.__module__.partition(".")[0]
+    home = None if getattr(part, "calls_others", False) else part.__module__.partition(".")[0]
     return home in _ONLY_COMPUTING
 
 

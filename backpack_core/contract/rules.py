@@ -315,9 +315,9 @@ def normaliser_of(view: View) -> Normaliser:
     is_defined = type(rule).normalisation is not LossRule.normalisation
     if reduction not in ("mean", "batchmean") or not is_defined:
         raise UsageError(
-            f"{view.path} has reduction {reduction!r}, and {type(rule).__name__} does not say what "
-            "that divides by: use reduction='mean' or 'sum', or give normaliser=, which is the "
-            "number of samples for a mean over them, and None for a sum."
+            f"{view.path} has reduction {reduction!r}, or its rule no normalisation(): what it "
+            "divides by in other batches is not known. Use reduction='mean' or 'sum', or give "
+            "normaliser=: the number of samples for a mean over them, None for a sum."
         )
     return 1 / rule.normalisation(view)
 

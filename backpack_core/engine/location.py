@@ -94,9 +94,10 @@ def nothing_arrived(view: View, name: str) -> Exception:
         )
     return errors.NotExtendedError(
         f"{name} starts at an extended loss, and there is none behind {view.path} (rule of "
-        f"{view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of torch.nn "
-        "and compute the loss with it, since a functional loss cannot be seen; compute other "
-        "derivatives (torch.autograd.grad, of an output) outside of the block."
+        f"{view.call.provenance}), or a rule behind it returned None for an input. Call lossfunc = "
+        "extend(lossfunc) with a loss module of torch.nn and compute the loss with it, since a "
+        "functional loss cannot be seen; compute other derivatives (torch.autograd.grad, of an "
+        "output) outside of the block."
     )
 
 

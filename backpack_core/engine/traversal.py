@@ -42,7 +42,7 @@ class RuleCarrier:
         """The quantity at the output; at a loss, the propagator starts one."""
         arrived = self._propagator.arrive(view.call.rule, view, waiting)
         if arrived is None and view.call.rule.is_loss:
-            raise self._wrong("start", None, view, "the quantity at its input")
+            raise _wrong(self._propagator, "start", None, view, "the quantity at its input")
         return arrived
 
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
@@ -54,7 +54,7 @@ class RuleCarrier:
             is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
             if not is_list or not all(isinstance(reading, Reading) for reading in found):
                 what = f"a list with a reading for each of {[*names]}"
-                raise self._wrong("products", found, view, what)
+                raise _wrong(self._propagator, "products", found, view, what)
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
@@ -67,20 +67,22 @@ class RuleCarrier:
         rule = view.call.rule
         if rule.is_loss:
             return {0: quantity}
-        found: Any = self._propagate(rule, view, quantity)
-        if not view.is_checked:
-            return found  # type: ignore[no-any-return]
-        count = len(view.stored.inputs)
-        if isinstance(found, dict) and all(place in range(count) for place in found):
-            return found
-        expected = f"a dictionary from positions of its {count} inputs to quantities"
-        raise self._wrong("propagate", found, view, expected)
+        found = self._propagate(rule, view, quantity)
+        return _by_input(self._propagator, "propagate", found, view)
 
-    def _wrong(self, method: str, found: Any, view: View, expected: str) -> ShapeError:
-        return ShapeError(
-            f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
-            f"{view.path}, expected {expected}."
-        )
+
+def _by_input(propagator: Propagator, method: str, found: Any, view: View) -> dict[int, Any]:
+    """What a propagator returned for the inputs of a call, if that is what it must be."""
+    count = len(view.stored.inputs)
+    if view.is_checked and not (isinstance(found, dict) and found.keys() <= {*range(count)}):
+        expected = f"a dictionary from positions of its {count} inputs to quantities"
+        raise _wrong(propagator, method, found, view, expected)
+    return found  # type: ignore[no-any-return]
+
+
+def _wrong(propagator: Propagator, method: str, found: Any, view: View, what: str) -> ShapeError:
+    said = f"{type(propagator).__name__}.{method} returned {found!r:.200} at {view.path}"
+    return ShapeError(f"{said}, expected {what}.")
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
@@ -204,8 +206,8 @@ class Traversal:
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
         """The residual terms that a call adds, by position of the input."""
-        call = visit.site.call
-        found = self.groups[visit.lane].propagator.residual(call.rule, visit.view)
+        (call, *_), view, own = visit.site, visit.view, self.groups[visit.lane].propagator
+        found = _by_input(own, "residual", ask(view, own, "residual", call.rule, view), view)
         return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Any:

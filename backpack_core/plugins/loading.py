@@ -160,12 +160,12 @@ def _plainly(otherwise: str) -> tuple[str, Plugin | None]:
 
 
 def _by_name(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | None]:
-    kinds = wanted.__mro__ if isinstance(wanted, type) else ()
-    names = {*map(qualified_name, kinds), str(wanted)}
-    ours = discovery.our_plugins().items()
-    homes = [home for home, provided in ours if not names.isdisjoint(provided)]
-    texts = [f" {home} has it: pip install {home}." for home in homes]
-    return "".join([*texts, blocked()] if texts else ()), None
+    names = {str(wanted), *map(qualified_name, getattr(wanted, "__mro__", ()))}
+    homes = [h for h, own in discovery.our_plugins().items() if not names.isdisjoint(own)]
+    there = {p.distribution for p in known_plugins() if p.state == "blocked"}
+    texts = [f" {h} has it: pip install {h}." for h in homes if h not in there]
+    texts += [f" {h} has it, but is blocked: check {SWITCHES}." for h in homes if h in there]
+    return "".join(texts), None
 
 
 # Say which plugins provide what is missing: the end of a message, and a plugin that is broken.
@@ -181,8 +181,9 @@ SWITCHES = (
 
 def blocked() -> str:
     """The end of a message about something missing: which installed plugins are blocked."""
-    who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
-    return f" Installed, but blocked: {who}; check {SWITCHES}." if who else ""
+    who = sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"})
+    who[3:] = [f"{len(who) - 3} more"] * (len(who) > 3)
+    return f" Installed, but blocked: {', '.join(who)}; check {SWITCHES}." if who else ""
 
 
 def prefer(distribution: str, *keys: Any) -> None:

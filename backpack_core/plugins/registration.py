@@ -220,7 +220,7 @@ def unregister(plugin: Any) -> None:
     with lock:
         if not manager.has_plugin(_key(Provenance(name))):
             names = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]
-            near = errors.nearest(name, names) or "."
+            near = errors.nearest(name, names) or ". BACKPACK_BLOCK_PLUGINS blocks installed ones."
             raise errors.PluginError(
                 f"No plugin named {name!r} was registered in this process{near}"
             )

@@ -73,8 +73,7 @@ param_jac_mat_prod operations | separate, kept, parameters | called_again
 second_derivative | separate, kept, twice, elementwise, second derivative | accepts hessian_is_zero
 second_derivative_mat_prod | separate, kept, twice, second derivative | second_derivative
 subsampled_call | separate, kept, batch first | called_again
-non_contiguous_columns non_contiguous_input | separate, kept | called_again
-changed_since | separate, kept | called_again
+non_contiguous_columns non_contiguous_input changed_since | separate, kept | called_again
 """
 # Checks of the same in other situations, and of nets around a layer:
 LAYER = """

@@ -104,7 +104,7 @@ def run_layer(
         dtype: The dtype of parameters and inputs.
         module: A module of an earlier run, to be called again.
     """
-    inputs, module = inputs or case.arguments(samples, dtype), module or extend(case.module(dtype))
+    inputs, module = inputs or case.arguments(samples, dtype), module or extended(case, dtype)
     if strided:
         inputs = inputs.map(lambda t: torch.stack([t, t], -1)[..., 0])
     with disable():
@@ -119,6 +119,15 @@ def run_layer(
         view = View(site.call, site.index, axis=axis)
     output = output.movedim(axis, 0) if axis else output
     return LayerRun(case, case.resolve(module), view, live, output)
+
+
+def extended(case: RuleCase, dtype: torch.dtype = torch.float64) -> Module:
+    """The case's layer, with a parameter for each name, as a rule has a product for each."""
+    module = case.module(dtype)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    if len({*named.values()}) < len(named):
+        module.load_state_dict({n: p.clone() for n, p in named.items()}, False, assign=True)
+    return extend(module)
 
 
 def _forward(case: RuleCase, module: Module, inputs: Arguments) -> tuple[dict[int, Tensor], Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle as pickling
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from backpack_core.record.call import live_calls
 from backpack_core.testing.compare import Entries, finite, relative_error, require
 from backpack_core.testing.nets import Nets, RefusalCheck
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
+from backpack_products.open_functions import Operation
 
 
 def _in_net(may_refuse: bool = False, **options: Any) -> Callable[[Nets], None]:
@@ -156,9 +158,8 @@ def no_live_calls(nets: Nets) -> None:
             before = live_calls()
             run()
             left = live_calls() - before
-            require(
-                left <= 0, f"After a {what}: {left} records of module calls outlive their graph."
-            )
+            said = f"After a {what}: {left} records of module calls outlive their graph."
+            require(left <= 0, said)
     finally:
         if enabled:
             gc.enable()
@@ -253,7 +254,12 @@ def differentiable(nets: Nets) -> None:
 
 
 def declarations(nets: Nets) -> None:
-    """Let judges look at the class attributes of extension and propagator."""
+    """Let judges look at the class attributes of extension and propagator, and at ``needs``."""
     (extension,) = nets.make_extensions()
+    seen = inspect.getclosurevars(type(extension).read)
+    called = [n for n, f in {**seen.globals, **seen.nonlocals}.items() if isinstance(f, Operation)]
+    said = f"read calls {', '.join(called)}: name it in needs, so that extensions share the work."
+    # What an option needs may be said by ``__init__``.
+    require(bool(extension.needs) or "needs" in vars(extension) or not called, said)
     vet(type(extension))
     vet(type(extension.propagator))

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
-from backpack_core.extending import extend
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.compare import Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import LayerRun, run_layer
+from backpack_core.testing.layer_run import LayerRun, extended, run_layer
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule
@@ -73,11 +72,8 @@ def accepts(run: LayerRun) -> None:
         for name, theta in run.module.named_parameters()
         if theta.requires_grad and name not in covered and not IS_COMPUTED.search(name)
     ]
-    require(
-        run.rule.transparent or not left_out,
-        f"params leaves out {', '.join(left_out)}, which a {type(run.module).__name__} has: add it "
-        "to params, with its product.",
-    )
+    said = f"params leaves out {', '.join(left_out)}, which a {type(run.module).__name__} has: add "
+    require(run.rule.transparent or not left_out, said + "it to params, with its product.")
     fresh.jacobians, stored, mat = run.jacobians, fresh.view.stored, fresh.columns()
     tensors = [mat, *stored.inputs, *stored.outputs, *fresh.module.parameters()]
     with untouched(fresh.rule, fresh.module, *tensors):
@@ -204,7 +200,7 @@ AGAIN = "The module was called before, with other inputs or columns: keep nothin
 
 def called_again(run: LayerRun) -> None:
     """Call the module with other inputs, too, and use each call for several columns."""
-    module, seeds = extend(run.case.module()), (1, 9, 10)
+    module, seeds = extended(run.case), (1, 9, 10)
     calls = [run_layer(run.case, run.case.arguments(seed=s), module=module) for s in seeds]
     for seed, call in enumerate((*calls, *calls)):
         agree(products(call, call.columns(seed=seed)), run.case.tolerances.float64, AGAIN)

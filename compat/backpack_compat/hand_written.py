@@ -53,7 +53,7 @@ class HandWrittenCarrier(Carrier):
     def find(
         self, view: View, trained: Iterable[Trained], quantity: Any
     ) -> Iterator[ParameterResult]:
-        """Results of the methods that are named after the parameters."""
+        """Results of the methods that are named after the parameters; others are left out."""
         self._run("check", view)
         arrived = present(quantity) if self._propagator.travels else None
         owned = view.stored.owned
@@ -66,6 +66,9 @@ class HandWrittenCarrier(Carrier):
             parameter = owned[name][0] if name in owned else None
             if parameter is not None and parameter.requires_grad:
                 yield ParameterResult(name, parameter, self._run(name, view, arrived))
+        for own in trained:
+            if own.name not in self._module_extension.params:
+                yield ParameterResult(own.name, own.parameter, None)
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """Send the result of ``backpropagate`` to every input."""

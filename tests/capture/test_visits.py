@@ -30,8 +30,9 @@ from backpack_core.errors import BackpackError, OverwrittenInputError, PluginCod
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from backpack_core.record.call import live_calls
 from backpack_core.record.view import View
-from backpack_products import multiply
+from backpack_products import AffineProduct, multiply
 from backpack_products._torch import onednn_linear
+from backpack_products.operations import dense, square_sum
 from tests.capture.nets import NETS
 from tests.capture.test_random_nets import Side, differs, move
 from tests.cases import Net
@@ -725,6 +726,49 @@ def test_code_of_others_is_called() -> None:
         ours.step(NETS["mlp"].draw(4), Counting())
         assert Counting.count == 6 * (number + 1)
     assert not ours.repeated
+
+
+def _squares(factor: float) -> Any:
+    """A version of ``square_sum`` in another package, which counts its calls."""
+
+    def version(product: AffineProduct) -> Tensor:
+        Counting.count += 1
+        return factor * dense(product).square().sum((0, 1))
+
+    version.__module__ = "elsewhere"
+    return version
+
+
+def _without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_versions", "_chosen"):
+        monkeypatch.setattr(square_sum, table, {})
+
+
+def test_a_version_of_others_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_versions(monkeypatch)
+    square_sum.register(_squares(1.0))
+    ours, Counting.count = Twin(NETS["mlp"].make()), 0
+    for number in range(PASSES):
+        ours.step(NETS["mlp"].draw(4), DiagGGNExact())
+        assert Counting.count == 6 * (number + 1)
+    assert not ours.repeated
+
+
+def test_versions_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another version computed is not repeated."""
+    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"elsewhere"})
+    _without_versions(monkeypatch)
+    ours, batch, found = Twin(NETS["mlp"].make()), NETS["mlp"].draw(4), []
+    start = copy.deepcopy(ours.model.state_dict())
+    for factor in (1.0, 2.0):
+        square_sum.register(_squares(factor))
+        for _ in range(PASSES):
+            ours.step(batch, DiagGGNExact())
+        ours.model.load_state_dict(start)
+        *_, results = ours.step(batch, DiagGGNExact())
+        found.append([result for _, result in results])
+    assert ours.repeated
+    torch.testing.assert_close(found[1], [2 * each for each in found[0]])
 
 
 def test_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,8 @@ class DepthOf(SecondOrderExtension):
         ("propagate", [0], r"Slip\.propagate returned \[0\] at"),
         ("propagate", {7: 0}, r"Slip\.propagate returned {7: 0} at .* of its 1 inputs"),
         ("propagate", {"a": 0}, r"Slip\.propagate returned {'a': 0} at"),
+        ("residual", None, r"Slip\.residual returned None at Linear '2', expected a dictionary"),
+        ("residual", {7: 0}, r"Slip\.residual returned {7: 0} at .* of its 1 inputs"),
         ("products", None, r"Slip\.products returned None at"),
         ("products", [1, 2], r"Slip\.products returned \[1, 2\] at .* a reading for each"),
     ],

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import backpack, extend
-from backpack_core.errors import BackpackWarning, UsageError
+from backpack_core import View, backpack, extend
+from backpack_core.errors import BackpackWarning, UnsupportedError, UsageError
 from backpack_core.extensions import (
     BatchGrad,
     ClippedSumGrad,
     SumGradSquared,
 )
+from backpack_core.testing import temporary_plugin
+from backpack_layers.linear import LinearRule
 from backpack_products import operations
 from tests import oracle
 from tests.core.side_by_side import PASSES, Step, conv_net, token_net
@@ -161,6 +163,45 @@ def test_what_is_left_out_keeps_what_it_had() -> None:
     for parameter, gradient in zip(step.extended.parameters(), before, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, gradient)
+
+
+class Own(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Half(LinearRule):
+    """Half of the products."""
+
+    module_types = (Own,)
+
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
+        return super().affine_output(view, mat) / 2
+
+
+@pytest.mark.parametrize("mode", ["none", "skipped"])
+def test_a_wrong_rule_is_found_all_the_same(mode: Any) -> None:
+    """Autograd computes what is compared, and nobody sees it."""
+    model, lossfunc, before = extend(Own(3, 2)), extend(nn.CrossEntropyLoss()), torch.ones(2, 3)
+    model.weight.grad = before
+    with temporary_plugin(Half):
+        loss = lossfunc(model(torch.randn(4, 3)), torch.randint(0, 2, (4,)))
+        refused = pytest.raises(UnsupportedError, match="do not add up")
+        with backpack(BatchGrad(), gradient=mode), refused:
+            loss.backward()
+    assert model.weight.grad is before
+    assert torch.equal(before, torch.ones(2, 3))
+    assert model.bias.grad is None
+
+
+def test_hooks_on_parameters_are_not_called() -> None:
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2))), extend(nn.CrossEntropyLoss())
+    called = []
+    model[0].weight.register_hook(lambda gradient: called.append("hook"))
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: called.append("after"))
+    with backpack(BatchGrad(), gradient="none"):
+        lossfunc(model(torch.randn(4, 3)), torch.randint(0, 2, (4,))).backward()
+    assert not called
 
 
 def test_only_three_words() -> None:

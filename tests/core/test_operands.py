@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_checks.dye import DyePropagator
+from backpack_core.errors import PluginError, ShapeError
 from backpack_core.extensions import (
     KFLR,
     BatchDiagGGNExact,
@@ -19,7 +20,8 @@ from backpack_core.extensions import (
     DiagGGNExact,
     SumGradSquared,
 )
-from backpack_operations.operands import FactoredColumns, by_root
+from backpack_operations import operands
+from backpack_operations.operands import FactoredColumns, Operand, by_root, products_at
 from backpack_products import Columns
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root
@@ -343,3 +345,36 @@ def test_a_sparse_factor() -> None:
     net.z = nn.Linear(D, C)
     problem = classification(net, (T, D), 3, C)
     problem.check()
+
+
+def _makes(what: Any) -> Any:
+    def make(operand: Operand, mat: Tensor) -> Any:
+        return what(operand, mat)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        (lambda operand, mat: mat, r"returned tensor\("),
+        (lambda operand, mat: DenseProduct(mat[:, :2]), r"returned <DenseProduct"),
+        (lambda operand, mat: DenseProduct(mat[..., :2]), r"returned <DenseProduct"),
+    ],
+)
+def test_products_of_a_plugin_fit_the_columns(
+    what: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(operands._MAKERS, "Mul", {})
+    products_at("Mul")(_makes(what))
+    net = Net(
+        lambda net, x: net.linear(x) * net.w, linear=nn.Linear(3, 3), w=nn.Parameter(torch.ones(3))
+    )
+    said = found + r".* for an operand of Mul, expected a SampleProduct \[1, 4, 3\], or None"
+    with pytest.raises(ShapeError, match=rf"{__name__}\._makes.*" + said):
+        classification(net, (3,), 4).run(BatchGrad())
+
+
+def test_products_are_for_operations_with_names() -> None:
+    with pytest.raises(PluginError, match=r"products_at takes names of operations"):
+        products_at(_makes(None))

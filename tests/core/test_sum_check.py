@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend
+from backpack_core import View, backpack, extend
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchGrad
+from backpack_core.testing import temporary_plugin
 from backpack_layers.linear import LinearRule
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
@@ -45,6 +46,29 @@ def test_sums_that_were_wrong_are_compared_in_the_next_pass(
             with pytest.raises(UnsupportedError, match="do not add up"):
                 problem.run(BatchGrad())
     problem.run(BatchGrad())
+
+
+class Own(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class OwnRule(LinearRule):
+    module_types = (Own,)
+
+
+class Half(OwnRule):
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
+        return super().affine_output(view, mat) / 2
+
+
+def test_sums_are_compared_anew_with_another_rule() -> None:
+    problem = classification(nn.Sequential(Own(3, 3)), (3,))
+    with temporary_plugin(OwnRule):
+        for _ in range(5):  # the next would not be measured
+            problem.run(BatchGrad())
+    with temporary_plugin(Half), pytest.raises(UnsupportedError, match="do not add up"):
+        problem.run(BatchGrad())
 
 
 @pytest.mark.host("kernels of a GPU add up in single precision")

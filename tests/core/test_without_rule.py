@@ -10,13 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend
-from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError, UnsupportedError
+from backpack_core import View, backpack, extend
+from backpack_core.errors import (
+    AutodiffFallbackWarning,
+    MissingPluginError,
+    SampleMixingError,
+    UnsupportedError,
+)
 from backpack_core.extensions import (
     KFLR,
     BatchGrad,
     DiagGGNExact,
 )
+from backpack_core.testing import temporary_plugin
+from backpack_products import ParametricRule
 from tests import oracle
 from tests.cases import Net, classification
 
@@ -134,6 +141,36 @@ def test_warning_names_the_module_and_comes_once() -> None:
     )
     assert "write a layer rule" in text
     problem.run(BatchGrad())
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.shift
+
+
+class ScaleOnly(ParametricRule):
+    module_types = (Offset,)
+    params = ("weight",)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight")
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * view.input
+
+
+def test_a_rule_that_leaves_a_parameter_out_is_named() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 4), Offset(), nn.Linear(4, 3)), (3,))
+    said = r"Offset '1' has the layer rule ScaleOnly, whose params leave out 'shift': .* Add it to"
+    with temporary_plugin(ScaleOnly):
+        with pytest.warns(AutodiffFallbackWarning, match=said):
+            problem.check()
+        with pytest.raises(MissingPluginError, match="Add it to the params of ScaleOnly"):
+            problem.run(BatchGrad(fail_mode="error"))
 
 
 def test_module_without_parameters_needs_no_rule_and_no_warning() -> None:

@@ -435,6 +435,34 @@ def turned(rule: type[LayerRule]) -> RuleCase:
     return RuleCase(Turned, lambda n: torch.randn(n, 5, 4), rule=rule)
 
 
+class Both(Module):
+    """Two names for one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.last = Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.first).tanh() * self.last
+
+
+class BothRule(ParametricRule):
+    module_types = (Both,)
+    params = ("first", "last")
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._param_jac_t_mat_prod(view, "first", mat) / view.input * view.parameter("first")
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        value = (view.input * view.parameter("first")).tanh()
+        slope = view.input * (1 - value.square()) * view.parameter("last")
+        return mat * (slope if name == "first" else value)
+
+
+class LastOnly(BothRule):
+    params = ("last",)
+
+
 # Rule, the check that must name the fault, and what its message must say.
 FAULTS = [
     (case_of(Pairs, FalseDiagonal), "hessian_is_diagonal", "is declared: ∂²f/∂x²"),
@@ -482,6 +510,7 @@ FAULTS = [
     (case_of(Settings, ReadsTheSettingOfNow), "changed_since", "The module was changed"),
     (of_two(Power, WrongSecondDerivativeOfOne), "second_derivative_mat_prod", "of 1 columns"),
     (turned(ForgottenAxis), "mixes_samples", "on axis 0 of the output, as batch_axis"),
+    (case_of(Both, LastOnly), "accepts", "params leaves out 'first', which a Both has"),
 ]
 
 
@@ -622,6 +651,7 @@ class RowsRule(ParametricRule):
 @pytest.mark.parametrize(
     "case",
     [
+        case_of(Both, BothRule),
         case_of(Gain, GainRule),
         case_of(Overwrites, OverwritesRule),
         case_of(AlsoSquares, AlsoSquaresRule, output_nr=1),

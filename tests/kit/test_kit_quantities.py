@@ -48,6 +48,7 @@ class Largest(FirstOrderExtension):
     """The largest individual gradient, entry by entry."""
 
     savefield = "largest"
+    needs: tuple[Any, ...] = (dense,)
 
     def read(self, product: SampleProduct) -> Tensor:
         found = dense(product)[0]
@@ -57,6 +58,10 @@ class Largest(FirstOrderExtension):
 class FailsOnNone(Largest):
     def read(self, product: SampleProduct) -> Tensor:
         return dense(product)[0].amax(0)
+
+
+class NeedsNothing(FailsOnNone):
+    needs = ()
 
 
 class LargestOfTwo(Largest):
@@ -93,6 +98,7 @@ class RootOfTrace(SecondOrderExtension):
     """A root of a sum over columns, which those of two sets of columns do not add up to."""
 
     savefield = "root_of_trace"
+    needs = (squared_norm,)
     columns_add = True
 
     def __init__(self) -> None:
@@ -277,6 +283,7 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (InHalfPrecision, "bfloat16"),
         (WritesToParameters, "leaves_gradient_alone"),
         (FailsOnNone, "no_samples"),
+        (NeedsNothing, "declarations"),
         (SaysItAdds, "samples_add"),
         (OfTheFirstPass, "retain_graph"),
         (Detached, "differentiable"),

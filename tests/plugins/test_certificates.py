@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -23,6 +24,7 @@ from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
 from backpack_core.errors import BackpackError, UsageError
+from backpack_core.plugins import loading
 from tests.distributions import FakeDistribution
 
 from sick import NORM  # isort: skip
@@ -106,6 +108,18 @@ def test_a_missing_quantity_names_the_switch(norm: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
     with pytest.raises(errors.MissingPluginError, match="BACKPACK_REQUIRE_CERTIFIED"):
         _ = __import__("backpack_core.extensions").extensions.GradNorm
+
+
+def test_core_alone_says_what_is_there_and_blocked(
+    norm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
+    monkeypatch.setattr(loading, "ADVISERS", loading.ADVISERS[:1])
+    home = "backpack-plugin-firstorder"
+    assert loading.who_has("BatchGrad").startswith(f" {home} has it, but is blocked: check")
+    assert re.search(r"blocked: (\S+ \S+, ){3}\d more; check", loading.who_has("GradNorm"))
+    monkeypatch.setattr(loading, "_plugins", [])
+    assert loading.who_has("BatchGrad") == f" {home} has it: pip install {home}."
 
 
 @pytest.fixture(params=["layer"])

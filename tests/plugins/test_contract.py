@@ -19,6 +19,7 @@ from backpack_core.errors import (
     PluginConflictError,
     PluginError,
     PluginVersionError,
+    ShapeError,
     UnsupportedError,
 )
 from backpack_core.plugins import hookspecs, registration
@@ -26,6 +27,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
 from backpack_operations.carrier import Carrier, ParameterResult
 from backpack_products import ColumnPropagator, Columns, FirstOrderExtension
+from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net
 
 ROOT = Path(__file__).parents[2]
@@ -317,6 +319,54 @@ def test_two_carriers_for_a_pair_are_a_conflict() -> None:
         pytest.raises(PluginConflictError, match=r"pair override for 'Count/torch"),
     ):
         counted(nn.Linear(2, 1, bias=False), Count())
+
+
+def changing(self, view, trained, quantity):
+    view.input.mul_(2)
+    return Special.find(self, view, trained, quantity)
+
+
+CARRIERS = {
+    "no carrier": (
+        lambda *given: 3,
+        PluginError,
+        r"Count at Linear '1' made 3, expected a Carrier",
+    ),
+    "nothing": ({"find": lambda *given: None}, ShapeError, r"Slip\.find returned \[None\] for"),
+    "a part": ({"find": lambda *given: ()}, ShapeError, r"find returned \[\] .* None to leave it"),
+    "values for readings": ({"gives_values": False}, ShapeError, r"a reading for each.*\[1, 2\]"),
+    "no places": ({"send": lambda *given: {1: 0}}, ShapeError, r"send .* of its 1 inputs"),
+    "in place": ({"find": changing}, PluginCodeError, r"Slip\.find changed an input of Linear"),
+    "other columns": (
+        {"send": lambda *given: {0: Columns.start("new", torch.ones(1, 3, 5))}},
+        ShapeError,
+        r"Slip\.send returned shape \[1, 3, 5\] at Linear '1', expected a tensor \[V, 3, 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CARRIERS)
+def test_what_a_carrier_returns(what: str) -> None:
+    wrong, error, said = CARRIERS[what]
+    extension = Count()
+    make = type("Slip", (Special,), wrong) if isinstance(wrong, dict) else wrong
+    extension.carriers[nn.Linear], extension.propagator = make, LossSqrt()
+    model = extend(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False)))
+    loss = extend(nn.MSELoss())(model(torch.rand(3, 2)), torch.rand(3, 1))
+    with backpack(extension), pytest.raises(error, match=said):
+        loss.backward()
+
+
+def test_a_carrier_may_leave_a_parameter_out() -> None:
+    class Some(Special):
+        def find(self, view, trained, quantity):
+            given = {"weight": "special"}
+            return [ParameterResult(*each[:2], given.get(each.name)) for each in trained]
+
+    extension, linear = Count(), nn.Linear(2, 1)
+    extension.carriers[nn.Linear] = Some
+    assert counted(linear, extension) == "special"
+    assert not hasattr(linear.bias, "count")
 
 
 @pytest.mark.parametrize("hook", CONTRIBUTED)

@@ -88,7 +88,7 @@ OPEN = {
         "structure",
         "_torch apart batch own_order owners paths received refusals survey",
     ),
-    "backpack_checks": ("", "_torch trust"),
+    "backpack_checks": ("", "_torch sums trust"),
     "backpack_interplay": ("checkpoints compiled leaves shards", ""),
 }
 

@@ -18,9 +18,10 @@ from backpack_core.contract.bases import only_computes
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.backward import BackwardPass
 from backpack_operations.observer import Driver, PlanObserver, looks_at_visits, of_plans
+from backpack_operations.operands import makers_that_may_do_more
 from backpack_operations.plan import Planned, model_of, plans
 from backpack_operations.structure import Structure
-from backpack_products.open_functions import Operation
+from backpack_products.open_functions import Operation, versions_that_may_do_more
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than their callers
 FIRST: Final = 8  # the pass by a plan that is recorded; that takes as long as ten or twenty passes
@@ -102,6 +103,8 @@ def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
     parts: list[Any] = [*run.context.extensions, *(e.propagator for e in run.context.extensions)]
     parts += [call.rule for call, _ in structure.sites]
     foreign = [type(part).__name__ for part in parts if not only_computes(type(part))]
+    functions = [*versions_that_may_do_more(), *makers_that_may_do_more()]
+    foreign += [f"a version of an operation in {each.__module__}" for each in functions]
     tensors = [t for c, _ in structure.sites for t in (*c.stored.inputs, *c.stored.outputs)]
     recorded: list[int] = plans.notes.setdefault(model_of(structure), {}).setdefault(Visits, [0])
     if foreign:

@@ -17,6 +17,7 @@ from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
 from backpack_core._torch import Node
 from backpack_core.graph import Survey, is_leaf
+from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_core.record.models import owner_of
 from backpack_operations import nodes
@@ -124,7 +125,7 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
     table: OrderedDict[Hashable, Trust] = notes.setdefault(Trust, OrderedDict())
     if survey.structure is None:
         survey.structure = _structure(survey)
-    key = asked, survey.structure
+    key = registry.generation, asked, survey.structure  # another rule may be wrong
     trust = table.setdefault(key, Trust())
     table.move_to_end(key)
     if len(table) > MOST:

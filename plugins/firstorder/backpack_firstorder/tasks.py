@@ -211,8 +211,7 @@ class AggregatedGrad(Extension):
         super().__init__(propagator, savefield, fail_mode)
         self.weighting = weighting_of(weighting)
         self._of_losses = rows == "losses"
-        if not self._of_losses:
-            self.needs = (gram,)
+        self.needs = () if self._of_losses else (gram,)
 
     def read(self, product: SampleProduct) -> Rows:
         """The Gram matrix of this parameter, and the product for the mixture."""

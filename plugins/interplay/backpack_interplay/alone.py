@@ -28,6 +28,7 @@ class Skipped(WithoutGradients):
     """Visits every call in this library's own order, if nothing needs a gradient."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._planned: Planned | None = None
         self._at_losses: dict[NodeOutput, Tensor] | None = None
 

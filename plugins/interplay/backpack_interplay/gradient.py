@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from backpack_checks._torch import hook_leaf_first
+from backpack_checks.sums import SumCheck
 from backpack_checks.trust import Trust, known_of
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
@@ -45,9 +46,37 @@ class WithoutGradients(PlanObserver):
     answers = frozenset({"gradient"})
     needs_visits, needs_survey = False, True
 
+    def __init__(self) -> None:
+        self._aside: list[tuple[Tensor, Tensor | None]] = []  # parameters, and their ``.grad``
+
     def options(self, run: BackwardPass, given: Options) -> Options:
-        """The ``inputs=`` of autograd's pass."""
-        return without_gradients(run.survey, run.roots, given)
+        """The ``inputs=`` of a pass in which parameters with results get no gradient.
+
+        Raises:
+            UsageError: The model is inside DistributedDataParallel.
+        """
+        survey = run.survey
+        if any(call.run.is_distributed for call in survey.trained):
+            raise UsageError(
+                "gradient='none' and 'skipped' leave out what DistributedDataParallel waits for: "
+                "use gradient='shared', or call the wrapped model itself (ddp.module)."
+            )
+        leaves = leaves_to_narrow(survey, given, run.roots)
+        if leaves is None:
+            return {}
+        compared = _compared(run)
+        self._aside = [(parameter, parameter.grad) for parameter in compared.values()]
+        for parameter in compared.values():
+            parameter.grad = None
+        used = {key: use.parameter for key, use in survey.uses.items() if use.count}
+        left = {key: used[key] for key in used.keys() - compared}
+        return inputs_without(left, survey, leaves)
+
+    def leave(self) -> None:
+        """Put ``.grad`` back; called at the end of the pass, also after an error."""
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
 
 
 class PlainGradient(PlanObserver):
@@ -196,29 +225,24 @@ class _Sums(torch.autograd.Function):
         return (None, *sums)
 
 
-def without_gradients(
-    survey: Survey, edges: Sequence[Edge], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The ``inputs=`` of a pass in which parameters with results get no gradient.
+def _compared(run: BackwardPass) -> dict[int, Tensor]:
+    """The parameters whose gradients a check compares with sums in this pass, by ``id``.
 
-    Args:
-        survey: What is known about the graph.
-        edges: The edges that ``backward()`` is called on.
-        options: The arguments of ``backward()``.
-
-    Raises:
-        UsageError: The model is inside DistributedDataParallel.
+    Autograd computes these, and ``.grad`` is put back. A parameter with hooks of others is left
+    out: its hooks are not called in other passes.
     """
-    if any(call.run.is_distributed for call in survey.trained):
-        raise UsageError(
-            "gradient='none' and 'skipped' leave out what DistributedDataParallel waits for: use "
-            "gradient='shared', or call the wrapped model itself (ddp.module)."
-        )
-    leaves = leaves_to_narrow(survey, options, edges)
-    if leaves is None:
+    checks = (e for group in run.groups for e in group.extensions if isinstance(e, SumCheck))
+    if next(checks, None) is None or run.survey.shards:
         return {}
-    left = {key: use.parameter for key, use in survey.uses.items() if use.count}
-    return inputs_without(left, survey, leaves)
+    bare = run.survey.bare  # these get a gradient in every pass
+    uses = {key: use for key, use in run.survey.uses.items() if use.count and not use.unruled}
+    used = {key: use.parameter for key, use in uses.items() if key not in bare}
+    return {key: p for key, p in used.items() if p.is_leaf and not _has_other_hooks(p)}
+
+
+def _has_other_hooks(parameter: Any) -> bool:
+    """Whether anything but the check listens to the gradient of a parameter."""
+    return len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
 
 
 def inputs_without(

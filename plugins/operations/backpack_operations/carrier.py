@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from reprlib import repr as abridged
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core import errors
 from backpack_core._torch import class_of
+from backpack_core.contract.propagator import Reading
+from backpack_core.contract.rules import expect
 from backpack_core.engine.active import Group
+from backpack_core.errors import ShapeError
 from backpack_core.graph import Trained
+from backpack_core.record.guards import ask, guarded
 from backpack_core.record.view import View
 from backpack_operations.survey import GraphSurvey
+from backpack_products.columns import ApartColumns, Columns
 from backpack_products.overrides import override
 
 
@@ -29,7 +34,7 @@ class ParameterResult(NamedTuple):
     Attributes:
         name: The parameter's name in its module.
         parameter: The parameter.
-        value: The result.
+        value: The result; ``None`` to leave the parameter out.
     """
 
     name: str
@@ -45,7 +50,7 @@ class Carrier(ABC):
             returns readings, from which extensions compute results.
 
     Attributes:
-        speaker: The object whose code this is, for messages.
+        speaker: The object whose code this is, for messages. Default: the carrier.
 
     To write:
         ``starts(view)``, ``arrive(view, waiting)``, ``find(view, trained, quantity)`` and
@@ -54,6 +59,12 @@ class Carrier(ABC):
 
     gives_values: ClassVar[bool] = False
     speaker: object
+
+    def __getattr__(self, name: str) -> Any:
+        """The carrier itself as its speaker, if it names none."""
+        if name == "speaker":
+            return self
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @abstractmethod
     def starts(self, view: View) -> bool:
@@ -72,12 +83,78 @@ class Carrier(ABC):
         """The quantities at the inputs of the call, by position."""
 
 
-def carrier_of(group: Group, module: Module) -> Carrier | None:
-    """The carrier of a group with overrides at a module; ``None`` if the layer rule answers."""
+class _Checked(Carrier):
+    """A carrier whose answers are checked, as those of rules are."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier, self._who = carrier, type(carrier).__name__
+        self.gives_values, self.speaker = carrier.gives_values, carrier.speaker  # type: ignore[misc]
+
+    def starts(self, view: View) -> bool:
+        """What the carrier says."""
+        return bool(ask(view, self._carrier, "starts", view))
+
+    def arrive(self, view: View, waiting: Any) -> Any:
+        """What the carrier says."""
+        return ask(view, self._carrier, "arrive", view, waiting)
+
+    def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Any]:
+        """What the carrier found, if it belongs to these parameters."""
+        with guarded(view, self._carrier, "find", quantity):
+            given: Any = self._carrier.find(view, trained, quantity)
+            found = [*given] if isinstance(given, Iterable) else [given]
+        if self.gives_values:
+            are_right = all(isinstance(each, ParameterResult) for each in found)
+            wanted = {id(own.parameter) for own in trained}
+            are_right = are_right and {id(each.parameter) for each in found} == wanted
+            expected = "a ParameterResult for each, with the value None to leave it out"
+        else:
+            are_right = all(isinstance(each, Reading) for each in found)
+            shapes = [own.used.shape for own in trained]
+            are_right = are_right and [each.shape for each in found] == shapes
+            expected = f"a reading for each, of the shapes {[*map(list, shapes)]}"
+        if not are_right:
+            names = [own.name for own in trained]
+            raise ShapeError(
+                f"{self._who}.find returned {abridged(found)} for {names} of {view.path}, "
+                f"expected {expected}."
+            )
+        return found
+
+    def send(self, view: View, quantity: Any) -> dict[int, Any]:
+        """What the carrier sends to the inputs of the call."""
+        found: Any = ask(view, self._carrier, "send", view, quantity)
+        count = len(view.stored.inputs)
+        if not (isinstance(found, dict) and found.keys() <= {*range(count)}):
+            raise ShapeError(
+                f"{self._who}.send returned {abridged(found)} at {view.path}, expected a "
+                f"dictionary from positions of its {count} inputs to quantities."
+            )
+        for position, sent in found.items():
+            if isinstance(sent, Columns) and not isinstance(sent, ApartColumns):
+                for mat in sent.blocks.values():
+                    shape = view.inputs[position].shape
+                    expect(view, self._carrier, "send returned", mat, shape)
+        return found
+
+
+def carrier_of(group: Group, view: View) -> Carrier | None:
+    """The carrier of a group with overrides at a call; ``None`` if the layer rule answers.
+
+    Raises:
+        PluginError: What was made is no carrier.
+    """
     extension = group.extensions[0]
-    found = override(extension, module)
+    found = override(extension, view.call.module)
     made: Carrier | None = None if found is None else found(extension, group.propagator)
-    return made
+    if made is None:
+        return None
+    if not isinstance(made, Carrier):
+        raise errors.PluginError(
+            f"What stands in for the layer rule of {type(extension).__name__} at {view.path} "
+            f"made {made!r:.80}, expected a Carrier, or None for the rule."
+        )
+    return _Checked(made) if view.is_checked else made
 
 
 def values_of(
@@ -89,6 +166,8 @@ def values_of(
         UnsupportedError: A parameter has other uses, which such a value would miss.
     """
     for found in carrier.find(view, (*trained, *survey.freed.get(view.call, ())), quantity):
+        if found.value is None:
+            continue
         number = id(found.parameter)
         use, is_computed = survey.uses[number], found.name in view.stored.computed
         is_shared = (use.unruled or use.count) > 1

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from itertools import accumulate, chain
+from reprlib import repr as abridged
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import only_computes
+from backpack_core.errors import PluginError, ShapeError
+from backpack_core.plugins.registry import registry
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
@@ -168,14 +172,27 @@ def products_at(*operations: str) -> Callable[[Maker], Maker]:
 
     Args:
         operations: Names of operations: that of ``AddmmBackward0`` is ``Addmm``.
+
+    Raises:
+        PluginError: A name is something else, such as the function.
     """
+    if not operations or not all(isinstance(name, str) for name in operations):
+        raise PluginError(
+            f"products_at takes names of operations: @products_at('Addmm'). Got {operations!r:.80}."
+        )
 
     def register(make: Maker) -> Maker:
         for name in operations:
             _MAKERS.setdefault(name, {})[make.__module__.partition(".")[0]] = make
+        registry.forget()  # passes that repeat what another function made
         return make
 
     return register
+
+
+def makers_that_may_do_more() -> list[Maker]:
+    """The functions whose package does not say that it only computes."""
+    return [make for of in _MAKERS.values() for make in of.values() if not only_computes(make)]
 
 
 def operand_product(
@@ -202,13 +219,28 @@ def operand_product(
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
     with storage().reading(node):
-        product = preferred_version(_MAKERS[name], f"products_at/{name}")(operand, mat)
+        make = preferred_version(_MAKERS[name], f"products_at/{name}")
+        product = make(operand, mat)
     if product is None:
         return None
+    _expect(make, product, operand, mat)
     lasting: SampleProduct = product.lasting()  # it is read only when autograd gets to the operand
     if (lasting.columns, lasting.samples) == (count, samples):
         return lasting
     return regrouped(lasting, count, samples, {})
+
+
+def _expect(make: Maker, found: object, operand: Operand, mat: Tensor) -> None:
+    """Raise unless a plugin's function returned a product for the columns that it was given."""
+    expected = [len(mat), "R" if operand.is_apart else mat.shape[1], *operand.shape]
+    if isinstance(found, SampleProduct):
+        rows = "R" if operand.is_apart else found.samples
+        if [found.columns, rows, *found.shape] == expected:
+            return
+    raise ShapeError(
+        f"{make.__module__}.{make.__qualname__} returned {abridged(found)} for an operand of "
+        f"{nodes.operation_of(operand.node)}, expected a SampleProduct {expected}, or None."
+    )
 
 
 def by_root(product: SampleProduct, sizes: Mapping[Root, int]) -> dict[Root, list[SampleProduct]]:

@@ -141,7 +141,7 @@ class GraphTraversal(StraightTraversal):
         group, is_leaf = self.groups[lane], isinstance(view.call.rule, BareRule)
         if not group.has_overrides:
             return super().carrier(lane, view)
-        carrier = None if is_leaf else carrier_of(group, view.call.module)
+        carrier = None if is_leaf else carrier_of(group, view)
         if carrier is None:
             return RuleCarrier(group)
         if fault := self._alignment.faults.get((view.call, view.index)):

@@ -103,7 +103,7 @@ class ColumnPropagator(Propagator):
 
     def merge(self, first: Columns, second: Columns) -> Columns:
         """The sum, root by root."""
-        return first.merge(second)
+        return self._columns(first).merge(self._columns(second))
 
     def widen(self, quantity: Columns, size: int, view: View | None = None) -> Columns:
         """Columns of the whole batch, with zeros for samples that were left out."""

@@ -15,15 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache, update_wrapper
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from weakref import WeakSet
 
 from torch import Tensor
 
+from backpack_core.contract.bases import only_computes
 from backpack_core.contract.propagator import Reading
 from backpack_core.discovery import discover
 from backpack_core.errors import PluginError
+from backpack_core.plugins.registry import registry
 from backpack_core.preferences import Claim, Provenance, choose, qualified_name
 
 R = TypeVar("R")
+_all: WeakSet[OpenFunction[Any]] = WeakSet()
 
 
 class OpenFunction(Generic[R]):
@@ -41,6 +45,7 @@ class OpenFunction(Generic[R]):
         self._chosen: dict[type, Callable[..., R]] = {}  # a cache: the version to call, by form
         self.__name__ = ""
         update_wrapper(self, definition)
+        _all.add(self)
 
     def register(self, version: Callable[..., R]) -> Callable[..., R]:
         """Add a version for the form, or forms, in the annotation of its first argument.
@@ -58,6 +63,7 @@ class OpenFunction(Generic[R]):
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
         # A new cache: a thread that looks a version up meanwhile writes to the old one.
         self._chosen = {}
+        registry.forget()  # passes that repeat what another version computed
         return version
 
     def has_version(self, form: type[Reading]) -> bool:
@@ -90,6 +96,19 @@ class OpenFunction(Generic[R]):
     def __reduce__(self) -> str:
         """Copies and pickles refer to the one object of that name."""
         return self.__name__
+
+
+def versions_that_may_do_more() -> list[Callable[..., Any]]:
+    """Versions whose package does not say that it only computes, of functions and forms that do."""
+    return [
+        version
+        for function in (*_all,)
+        if only_computes(function.definition)
+        for form, versions in function._versions.items()
+        if only_computes(form)
+        for version in versions.values()
+        if not only_computes(version)
+    ]
 
 
 class Operation(OpenFunction[R]):
