@@ -141,12 +141,16 @@ def _kernels(prepared: Prepared) -> Pairs:
 
 def _jacobian_products(prepared: Prepared) -> Pairs:
     """Products with Jacobians, whose numbers lie as the loss has them; and their adjoints."""
+    run = _run(prepared, JMP())
     jacobians = _jacobians(prepared)
-    for name, product in _values(_run(prepared, JMP()), "jmp").items():
-        vector = _drawn(*jacobians[name].shape[2:])
+    for name, product in _values(run, "jmp").items():
+        vector = _drawn(*run.used[name].shape)
         image = product(vector)
         other = _drawn(*image.shape)
         yield (image * other).sum(), (product.transposed(other) * vector).sum()
+        if name not in jacobians:  # no output depends on it
+            yield image, torch.zeros_like(image)
+            continue
         expected = jacobians[name].flatten(2) @ vector.flatten()
         if expected.numel() == image.numel():  # else some samples have fewer numbers
             yield image.flatten().sort().values, expected.flatten().sort().values
