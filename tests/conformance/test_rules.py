@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.grid(18)
+@pytest.mark.grid(36)
 @parametrize_checks(LAYERS)
 def test_layer(check):
     check()

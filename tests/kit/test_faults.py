@@ -648,6 +648,7 @@ class RowsRule(ParametricRule):
         return nn.functional.one_hot(view.input, 5).to(mat)[:, :, None] * mat[:, :, None]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     "case",
     [
