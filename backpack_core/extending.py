@@ -40,8 +40,9 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         batch_axis: Where the samples lie in what the model receives, if not on axis 0, as in
             sequences ``[T, N, D]``. A mapping gives the axis by the path of a module, ``""`` for
             the model. Modules inside a named one have the same axis, unless they are named, too.
-            Only needed if lengths do not show it: with one sample, or with as many steps as
-            samples. A loss needs the samples on axis 0 in any case.
+            Only needed if lengths do not show it: with one sample or one step, with as many steps
+            as samples, or if the loss has a row for each step of each sample. A loss of one row for
+            each sample needs them on axis 0 in any case.
 
     Returns:
         The same object.

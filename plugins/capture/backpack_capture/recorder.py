@@ -41,11 +41,11 @@ _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_"}
 _FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of a tensor that is kept
-# The places of arguments that rules and torch.nn.grad pass only for their shape.
 DISTURBED: Final = (
     "it sets the state of torch's generator, or draws outside operations, or another thread drew "
     "meanwhile"
 )
+# The places of arguments that rules and torch.nn.grad pass only for their shape.
 _SHAPES: Final = {
     aten.convolution_backward.default: (1, 2),
     aten.avg_pool2d_backward.default: (1,),

@@ -223,10 +223,10 @@ class CarriedIds:
 
     def _has_own_rows(self, node: Node) -> bool:
         """Whether rows are those of weights or tables; tables may have met data in a sum."""
-        origins = self._origins
-        if not origins.has_own_rows(node) or origins.has_rows_of_weights(node):
-            return origins.has_own_rows(node)
-        return origins.of_tables(node) or nodes.data_of(node)[0] is not None
+        origins, is_own = self._origins, self._origins.has_own_rows(node)
+        if is_own and not origins.has_rows_of_weights(node):
+            return origins.of_tables(node) or nodes.data_of(node)[0] is not None
+        return is_own
 
     def is_by_length(self, output: NodeOutput) -> bool:
         """Whether only its length says that a tensor has the rows of the user's index."""
