@@ -171,7 +171,7 @@ def _factored(
         columns = columns.plain
     factored, rows = {}, there.batch_size if owned is None else owned.shape[1]
     for position in wanted:
-        product = operand_product(node, position, columns, rows)
+        product = operand_product(node, position, columns, rows, there.is_table)
         if product is not None:
             product = product if owned is None else of_owners(product, owned)
             factored[position] = FactoredColumns(by_root(product, columns.sizes))

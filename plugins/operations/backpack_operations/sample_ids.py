@@ -89,8 +89,8 @@ def through_node(
         return first.squeeze(axes[0]) if operation in nodes.SELECTIONS else first
     reduced = nodes.reduced_axes(node, first.dim())
     if reduced and all(first.shape[axis] == 1 for axis in reduced):
-        kept = [0 if axis in reduced else slice(None) for axis in range(first.dim())]
-        return first if len(shape) == first.dim() else first[tuple(kept)]
+        keeps_axes = len(shape) == first.dim()
+        return first if keeps_axes else first.squeeze(tuple(reduced))
     if operation in ("Gather", "IndexSelect") and first.dim():
         axis = nodes.axes_of(node)[0]
         if first.shape[axis] == 1:  # whatever is picked along it; fewer entries of other axes
