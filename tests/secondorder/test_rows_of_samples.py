@@ -74,3 +74,32 @@ def test_rows_of_a_hypernetwork_belong_to_every_sample(kind: str) -> None:
         x[alive] *= -1
         _, inner = factors(model, lossfunc, x)
         assert_close(inner, z.T @ z)
+
+
+def _queries(net: Net, x: Tensor) -> Tensor:
+    rows: Tensor = net.table.expand(len(x), -1, -1)
+    return net.layer((rows @ x.mT).softmax(2) @ x).sum(1)  # type: ignore[no-any-return]
+
+
+def _tokens(net: Net, x: Tensor) -> Tensor:
+    rows = torch.cat([net.table.expand(len(x), -1, -1), x], 1)
+    return net.layer(rows).sin().sum(1)  # type: ignore[no-any-return]
+
+
+def _gates(net: Net, x: Tensor) -> Tensor:
+    return net.layer(net.table.expand(len(x), -1, -1) * x).sin().sum(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("forward", [_queries, _tokens, _gates])
+def test_a_table_that_is_expanded_for_a_batch_of_one_sample(forward: Any) -> None:
+    """Its factors are those of a batch of two equal samples, if the loss is a mean."""
+    net = Net(forward, table=nn.Parameter(torch.randn(1, 3, 4)), layer=nn.Linear(4, 2))
+    model, lossfunc = extend(net), extend(nn.MSELoss())
+    x, found = torch.randn(1, 3, 4), []
+    for batch in (x, x.repeat(2, 1, 1)):
+        with backpack(KFLR()):
+            lossfunc(model(batch), torch.zeros(len(batch), 2)).backward()
+        found.append([*model.table.kflr])  # type: ignore[union-attr]
+    for one, two in zip(*found, strict=True):
+        assert_close(one, two)
