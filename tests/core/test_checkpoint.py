@@ -61,7 +61,6 @@ def test_reentrant_checkpoint() -> None:
 
 
 MIXING = {
-    "steps first": lambda h: h.transpose(0, 1),
     "mean of the batch": lambda h: h - h.mean(0, keepdim=True).square(),
     "next sample": lambda h: h.cumsum(0),
 }
@@ -86,6 +85,23 @@ def test_samples_that_mix_inside(way: str, extension: Any, reentrant: bool) -> N
     problem.inputs[0].requires_grad_(reentrant)
     with pytest.raises(SampleMixingError):
         problem.run(extension())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("steps", [3, 4])
+def test_axes_that_are_swapped_inside(steps: int, reentrant: bool) -> None:
+    """The inner layer has the samples on axis 1, and the loss receives its first step."""
+    parts = {name: nn.Linear(4, 4) for name in ("first", "inner")}
+    inner = Net(lambda net, h: net.inner(net.first(h).transpose(0, 1)), **parts)
+    net = Checkpointed(inner, reentrant)
+    x, y = torch.randn(3, steps, 3), torch.randint(3, (3,))
+    losses = nn.functional.cross_entropy(net(x)[0], y, reduction="none")
+    expected = [torch.autograd.grad(of, [*net.parameters()], retain_graph=True) for of in losses]
+    lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    with backpack(BatchGrad()):
+        lossfunc(extend(net)(x)[0], y).backward()
+    for parameter, *gradients in zip(net.parameters(), *expected, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(gradients))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

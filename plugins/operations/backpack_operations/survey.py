@@ -17,7 +17,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import Survey, Trained, complex_parameter
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.view import View
-from backpack_operations._torch import CopyNode
+from backpack_operations._torch import CopyNode, is_saved_plainly
 from backpack_operations.alignment import Alignment
 from backpack_operations.data import Source
 from backpack_operations.order import reached
@@ -155,6 +155,10 @@ class GraphSurvey(Survey):
     def is_told(self) -> bool:
         """Whether the given sample of each row differs from one sample for each row, in order."""
         return self.told is not None and not self.told.is_usual
+
+    def may_read(self, node: Node) -> bool:
+        """Whether the tensors that an operation saved may be read."""
+        return self.is_readable or is_saved_plainly(node)
 
     def site_at(self, edge: Edge) -> Site | None:
         """The output of a call at which a gradient sent along an edge arrives, if there is one."""
