@@ -171,7 +171,10 @@ class CarriedIds:
             return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
-        return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+        ids = sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+        is_told = is_readable or nodes.is_told_by_settings(type(node))
+        self._survey.is_unread |= ids is None and not is_told and any_known(telling)
+        return ids
 
     def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
         """Operands whose ids only lengths tell, where others with as many rows know them.
@@ -393,6 +396,11 @@ class CarriedIds:
         if not is_clear or self._survey.depth is not None:
             return None
         return along(rows, axis, shape) if shape[axis : axis + 1] == (len(rows),) else None
+
+
+def any_known(operand_ids: OperandIds) -> bool:
+    """Whether the ids at any operand are known."""
+    return any(ids is not None for ids in operand_ids.values())
 
 
 def is_along(ids: SampleIds, axis: int) -> bool:

@@ -90,6 +90,7 @@ class GraphSurvey(Survey):
             the rows that they were picked from, if they were.
         unclear: Calls that received rows picked from the data, of unknown samples.
         values_read: Whether values of tensors were compared to find the samples.
+        is_unread: Whether an operation saved what would tell sample ids, and it may not be read.
         is_straight: Whether every call has a rule and its samples on axis 0, as a plan says.
     """
 
@@ -126,6 +127,7 @@ class GraphSurvey(Survey):
     compared: dict[Call, Source | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     values_read: bool = False
+    is_unread: bool = False
     is_straight: bool = False
 
     @property
