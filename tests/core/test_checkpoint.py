@@ -61,6 +61,22 @@ def test_reentrant_checkpoint() -> None:
     classification(Checkpointed(block(), reentrant=True), (3,)).check()
 
 
+def test_derivative_inside_checkpoint() -> None:
+    """The pass that computes it runs once more where the checkpoint computes again."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        def slope(x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                at = x.detach().requires_grad_()
+                return torch.autograd.grad(net.energy(at).sum(), at, create_graph=True)[0]
+
+        result: Tensor = checkpoint(slope, x, use_reentrant=False)
+        return result
+
+    energy = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+    classification(Net(forward, energy=energy), (2,), classes=2).check()
+
+
 MIXING = {
     "mean of the batch": lambda h: h - h.mean(0, keepdim=True).square(),
     "next sample": lambda h: h.cumsum(0),
