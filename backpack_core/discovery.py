@@ -220,17 +220,11 @@ def declarations() -> Iterator[Declaration]:
             # Not ``dist.metadata``: importing its parser takes longer than everything else here.
             text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
             headers = HeaderParser().parsestr(text)
-            requires = frozenset(_required(headers.get_all("Requires-Dist", ())))
+            needed = [r for r in headers.get_all("Requires-Dist", ()) if "extra ==" not in r]
+            matches = [re.match(r"[\w.-]+", requirement) for requirement in needed]
+            requires = frozenset(canonical(match[0]) for match in matches if match)
             distribution = headers.get("Name") or canonical(name)
             yield Declaration(distribution, headers.get("Version") or "", entry_points, requires)
-
-
-def _required(requirements: Iterable[str]) -> Iterator[str]:
-    """The distributions that are required without an extra."""
-    for text in requirements:
-        match = re.match(r"[\w.-]+", text)
-        if match and "extra ==" not in text:
-            yield canonical(match[0])
 
 
 def name_of(dist: Any) -> str:

@@ -202,6 +202,8 @@ def attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | Non
         node: Its node.
         base: The base that it is a view of, if the module made the base, too.
     """
+    if not call.is_readable and storage().is_computed_again():
+        return  # a checkpoint needs the tensors of the call; passes inside of it do not count
     is_new = output.output_nr not in (sites := node.metadata.setdefault(SITES, {}))
     sites[output.output_nr] = call, index
     hook = OutputHook(call, index, output.output_nr)

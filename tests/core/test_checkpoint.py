@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,8 +61,23 @@ def test_reentrant_checkpoint() -> None:
     classification(Checkpointed(block(), reentrant=True), (3,)).check()
 
 
+def test_derivative_inside_checkpoint() -> None:
+    """The pass that computes it runs once more where the checkpoint computes again."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        def slope(x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                at = x.detach().requires_grad_()
+                return torch.autograd.grad(net.energy(at).sum(), at, create_graph=True)[0]
+
+        result: Tensor = checkpoint(slope, x, use_reentrant=False)
+        return result
+
+    energy = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+    classification(Net(forward, energy=energy), (2,), classes=2).check()
+
+
 MIXING = {
-    "steps first": lambda h: h.transpose(0, 1),
     "mean of the batch": lambda h: h - h.mean(0, keepdim=True).square(),
     "next sample": lambda h: h.cumsum(0),
 }
@@ -86,6 +102,48 @@ def test_samples_that_mix_inside(way: str, extension: Any, reentrant: bool) -> N
     problem.inputs[0].requires_grad_(reentrant)
     with pytest.raises(SampleMixingError):
         problem.run(extension())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("steps", [3, 4])
+def test_axes_that_are_swapped_inside(steps: int, reentrant: bool) -> None:
+    """The inner layer has the samples on axis 1, and the loss receives its first step."""
+    parts = {name: nn.Linear(4, 4) for name in ("first", "inner")}
+    inner = Net(lambda net, h: net.inner(net.first(h).transpose(0, 1)), **parts)
+    net = Checkpointed(inner, reentrant)
+    x, y = torch.randn(3, steps, 3), torch.randint(3, (3,))
+    losses = nn.functional.cross_entropy(net(x)[0], y, reduction="none")
+    expected = [torch.autograd.grad(of, [*net.parameters()], retain_graph=True) for of in losses]
+    lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    with backpack(BatchGrad()):
+        lossfunc(extend(net)(x)[0], y).backward()
+    for parameter, *gradients in zip(net.parameters(), *expected, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(gradients))
+
+
+PICKS = {"in order": [0, 2, 5, 7, 8, 11], "in no order": [7, 0, 5, 2, 11, 8]}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_rows_that_are_picked_inside(reentrant: bool) -> None:
+    """The index is not read there: in order is right, and another order is seen in each pass."""
+    head = nn.Linear(4, 4)
+    head.register_buffer("index", torch.tensor(PICKS["in order"]))
+    inner = Net(lambda net, h: net.head(h.flatten(0, 1)[net.head.index]), head=head)
+    net, lossfunc = Checkpointed(inner, reentrant), extend(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = torch.randn(3, 4, 3), torch.randint(3, (6,))
+    losses = nn.functional.cross_entropy(net(x), y, reduction="none").view(3, 2).sum(1)
+    expected = [torch.autograd.grad(of, [*net.parameters()], retain_graph=True) for of in losses]
+    extend(net)
+    for number in range(1, 12):
+        order = "in order" if number % 3 else "in no order"
+        head.index.copy_(torch.tensor(PICKS[order]))
+        refused = pytest.raises(SampleMixingError, match="picked inside of a checkpoint")
+        with nullcontext() if order == "in order" else refused, backpack(BatchGrad()):
+            lossfunc(net(x), y).backward()
+        for parameter, *gradients in zip(net.parameters(), *expected, strict=True):
+            if order == "in order":
+                torch.testing.assert_close(parameter.grad_batch, torch.stack(gradients))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

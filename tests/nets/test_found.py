@@ -476,7 +476,39 @@ for name, chosen in {"twice": (0, 0), "twice-and-another": (-2, 1, 0)}.items():
         ),
         Plan(),
     )
-EXACT = {"chunks-of-items"}  # of which a refusal would be a step back
+# Rows that were picked in an order that a checkpoint elsewhere in the net kept from being read.
+FOUND["picked-beside-a-checkpoint"] = Recipe(
+    1205893,
+    2,
+    {"x0": Source((1, 4, 1))},
+    (
+        Step("scan", ("x0",), ("v0",), {"name": "copies", "axis": 2}),
+        Step("Linear", ("v0",), ("v2",), {"out": 3, "bias": False, "checkpoint": True}, "p2"),
+        Step("MergedHead", ("v2",), ("v3",), {"merge": "pixels", "out": 2, "bias": False}, "head3"),
+    ),
+    (Term("v3", "CrossEntropy", {"picked": "pairs", "reduction": "sum"}, part="loss0"),),
+    (Request("BatchGrad"),),
+    Plan(),
+)
+# A parameter that was expanded to as many rows as an item of the list has.
+FOUND["items-beside-an-expanded-parameter"] = Recipe(
+    1207852,
+    4,
+    {"x0": Source((1,), lengths=(4, 2, 3, 4, 4))},
+    (
+        Step("Bags", ("x0",), ("v0",), {"join": "joined", "pool": "means"}, "p0"),
+        Step("Bags", ("x0",), ("v3",), {"join": "centred", "pool": "sums"}, "p3"),
+        Step("Actor", ("v3",), ("v7", "v7b"), {}, "p7"),
+    ),
+    (
+        Term("v7b", "MSE", {"reduction": "sum"}, part="loss1"),
+        Term("v0", "functional", {"reduction": "sum"}, part="loss2"),
+    ),
+    (Request("SumGradSquared"), Request("BatchGrad")),
+    Plan(),
+)
+# Nets of which a refusal would be a step back.
+EXACT = {"chunks-of-items", "picked-beside-a-checkpoint", "items-beside-an-expanded-parameter"}
 
 
 @pytest.fixture(autouse=True)

@@ -193,16 +193,19 @@ class Weights:
 class Judge:
     """Compares columns with each other, and with autograd's gradient, to answer a question."""
 
-    def __init__(self, weights: Weights, question: Question, is_told: bool = False) -> None:
+    def __init__(
+        self, weights: Weights, question: Question, is_told: bool = False, is_unread: bool = False
+    ) -> None:
         """Begin; the same guess must be right at every comparison.
 
         Args:
             weights: The weights of samples.
             question: What is asked.
             is_told: Whether an index says which rows are one sample.
+            is_unread: Whether a checkpoint keeps an operation from being read.
         """
         self.weights = weights
-        self.question, self._is_told = question, is_told
+        self.question, self._is_told, self._is_unread = question, is_told, is_unread
         self._right = {*range(weights.guesses)}
 
     def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: Positions) -> bool:
@@ -253,7 +256,8 @@ class Judge:
             if not self._right:
                 if self._is_told:
                     raise _told_otherwise(where, arrived)
-                raise _mixed(where, arrived, is_part=len(plain) < len(self.weights))
+                is_part = len(plain) < len(self.weights)
+                raise _mixed(where, arrived, is_part, self._is_unread)
         return bool(size)
 
     def axis(self, dye: Dye) -> int:
@@ -295,13 +299,14 @@ def _between(where: str, arrived: Dye, most: int = 8) -> str:
     return f"Between {where} ({', '.join(way)})"
 
 
-def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
+def _mixed(where: str, arrived: Dye, is_part: bool, is_unread: bool) -> SampleMixingError:
     """The error for weighted columns that are not the weighted gradient.
 
     Args:
         where: The call or operation that returned the tensor.
         arrived: The dye that arrived.
         is_part: Whether axis 0 of the tensor is shorter than the batch.
+        is_unread: Whether a checkpoint keeps an operation from being read.
     """
     cause = (
         "probably by an operation over axis 0. Take it over other axes, or say which rows are one "
@@ -313,6 +318,11 @@ def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
             "since rows of one tensor count as different samples, or by an operation over axis 0. "
             "Pass copies (.clone()) of rows that are steps of one sample, and take the operation "
             "over other axes."
+        )
+    if is_unread:
+        cause = (
+            "or rows were picked inside of a checkpoint, where an index cannot be read. Pick them "
+            "outside of it, and take operations over axes other than 0."
         )
     return SampleMixingError(
         f"{_between(where, arrived)}, samples of the batch influence each other, {cause}"

@@ -76,7 +76,7 @@ class Measurement:
         # Extended losses tell where samples are, so that one guess suffices; functions do not.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
-        self.dye = DyePropagator(Judge(weights, question, survey.is_told), survey)
+        self.dye = DyePropagator(Judge(weights, question, survey.is_told, survey.is_unread), survey)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # stays so if the pass fails
@@ -116,10 +116,15 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
     modules, of their tensors and of modes around the model, since these may replace functions.
     Sizes do not count, so that padding to another length keeps the structure.
 
+    Nothing is known where rows are picked inside of a checkpoint: whose they are is not read, and
+    may be another in each pass.
+
     Args:
         survey: The graph.
         asked: What else distinguishes passes.
     """
+    if isinstance(survey, GraphSurvey) and survey.is_unread:
+        return Trust(passes=1)
     *_, (call, _) = survey.sites  # the first may be a loss that is new in each pass
     notes = plans.notes.setdefault(owner_of(call.module), {})
     table: OrderedDict[Hashable, Trust] = notes.setdefault(Trust, OrderedDict())
@@ -160,9 +165,9 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         calls.append((*own, *axes, *operands(call.edges), *asked))
     if not isinstance(survey, GraphSurvey):
         return (*calls,)
-    operations, is_readable = list[tuple[object, ...]](), survey.is_readable
+    operations = list[tuple[object, ...]]()
     for node in between:
-        is_indexed = is_readable and nodes.has_indices(type(node))
+        is_indexed = nodes.has_indices(type(node)) and survey.may_read(node)
         indexed = nodes.axes_indexed(node) if is_indexed else ()
         settings = sys.intern(node.name()), *nodes.settings_of(node), *indexed
         lengths = map(is_batch, nodes.lengths_of(node, 0))

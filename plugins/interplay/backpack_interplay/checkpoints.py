@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from backpack_core import _torch
 from backpack_core._torch import Node, peek_transform, saving_hooks
+from backpack_core.errors import BackpackError
 from backpack_core.record.models import NO_RUN, still_running
 
 _unpacking = threading.local()
@@ -161,8 +162,11 @@ def unpacking_again(node: Node) -> Iterator[None]:
         return
     with _again():
         for name in _saved_by(type(node)):
-            with suppress(RuntimeError):  # it was freed: calling the node raises the error
+            try:
                 getattr(node, name)
+            except RuntimeError as error:
+                if isinstance(error, (torch_checkpoint.CheckpointError, BackpackError)):
+                    raise  # else it was freed or changed: calling the node raises the error
         yield
 
 

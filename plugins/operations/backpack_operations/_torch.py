@@ -55,6 +55,21 @@ def hands_on(kind: type) -> bool:
     return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
 
 
+def is_saved_plainly(node: Node) -> bool:
+    """Whether no hook has packed what a node saved, so that it may be read at any time.
+
+    A checkpoint hands out each tensor once. Torch before 2.7 does not tell.
+    """
+    found = [getattr(node, name) for name in _raw_names(type(node))]
+    saved = [one for each in found for one in (each if isinstance(each, tuple) else (each,))]
+    return all(getattr(one, "unpack_hook", saved) is None for one in saved)
+
+
+@cache
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple([name for name in dir(kind) if name.startswith("_raw_saved_")])
+
+
 def is_operator(kind: type) -> bool:
     """Whether nodes of a type are those of operators with a formula from ``torch.library``."""
     function = getattr(kind, "_forward_cls", None)

@@ -159,7 +159,7 @@ class CarriedIds:
         if not operand_ids and (ids := self.of_entry(node)) is not None:
             self._guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
-        rows, is_readable = self._input_rows, self._survey.is_readable
+        rows, is_readable = self._input_rows, self._survey.may_read(node)
         if nodes.operation_of(node) in nodes.INDEXED and operand_ids.get(0, rows) is None:
             operand_ids[0] = self._in_order(node.next_functions[0])
         # Constants and parameters whose samples are unknown go with what they meet.
@@ -171,7 +171,10 @@ class CarriedIds:
             return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
-        return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+        ids = sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+        is_told = is_readable or nodes.is_told_by_settings(type(node))
+        self._survey.is_unread |= ids is None and not is_told and any_known(telling)
+        return ids
 
     def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
         """Operands whose ids only lengths tell, where others with as many rows know them.
@@ -230,7 +233,11 @@ class CarriedIds:
 
     def is_by_length(self, output: NodeOutput) -> bool:
         """Whether only its length says that a tensor has the rows of the user's index."""
-        return output in self._assumed or (self._survey.is_told and output in self._guessed)
+        return output in self._assumed or (self._survey.is_told and self.is_guessed(output))
+
+    def is_guessed(self, output: NodeOutput) -> bool:
+        """Whether only its length says that a tensor has rows of samples at all."""
+        return output in self._guessed
 
     def told_rows(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if the model received as many, or a fraction."""
@@ -339,7 +346,7 @@ class CarriedIds:
         if is_leaf(node):
             return self._of_leaf(node)
         survey, shape = self._survey, nodes.lengths_of(node, 0)
-        data, position = nodes.data_of(node) if survey.is_readable else (None, 0)
+        data, position = nodes.data_of(node) if survey.may_read(node) else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
         has_own_rows, is_by_values = self._origins.has_own_rows(node), survey.are_by_values
         ids = None if data is None else self._of_tensor(data, lambda _: None)
@@ -389,6 +396,11 @@ class CarriedIds:
         if not is_clear or self._survey.depth is not None:
             return None
         return along(rows, axis, shape) if shape[axis : axis + 1] == (len(rows),) else None
+
+
+def any_known(operand_ids: OperandIds) -> bool:
+    """Whether the ids at any operand are known."""
+    return any(ids is not None for ids in operand_ids.values())
 
 
 def is_along(ids: SampleIds, axis: int) -> bool:

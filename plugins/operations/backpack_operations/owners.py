@@ -149,7 +149,7 @@ class Owners:
     def received_elsewhere(self, call: Call) -> bool:
         """Whether a call is known to have received rows that belong to several samples."""
         edge = call.edges[0] if call.edges else None
-        return edge is not None and self._survey.is_readable and self.are_elsewhere(edge[:2])
+        return edge is not None and self.are_elsewhere(edge[:2])
 
     def is_unclear(self, call: Call) -> bool:
         """Whether a module received rows that were picked from data, of unknown samples."""
@@ -178,9 +178,7 @@ class Owners:
             is_other = is_other or any(self._moves(node) for node, _ in survey.between)
             is_other = is_other or any(self._is_data_moved(site.call) for site in survey.unusual)
             is_other = is_other or self._are_entries_moved
-            # What the user said needs nothing that operations saved.
-            is_readable = survey.is_told or survey.is_readable
-            survey.are_moved = is_other and is_readable and self.ids.are_known
+            survey.are_moved = is_other and self.ids.are_known
         return survey.are_moved
 
     def _is_data_moved(self, call: Call) -> bool:

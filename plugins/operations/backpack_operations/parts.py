@@ -132,9 +132,10 @@ def _ends_in_order(survey: GraphSurvey, samples: int, depth: int | None) -> bool
     if depth is None and any(n != samples for _, n in _losses(survey)):
         return False
     carried, every = CarriedIds(survey), torch.arange(samples, device="cpu")
-    ends = [carried.at(end) for end in _ends(survey, samples)]
+    found = {end: carried.at(end) for end in _ends(survey, samples)}
+    told = [ids for end, ids in found.items() if not carried.is_guessed(end)]
     survey.sample_ids = {}
-    return bool(ends) and all(_are_in_order(ids, every) for ids in ends)
+    return bool(told) and all(_are_in_order(ids, every) for ids in told)
 
 
 def _are_in_order(ids: SampleIds | None, samples: Tensor) -> bool:
@@ -159,11 +160,16 @@ def _ends(survey: GraphSurvey, count: int) -> list[NodeOutput]:
     """The tensors with so many rows at which the net ends.
 
     These are inputs of extended losses, or else what models returned. Where models return losses
-    that have no rule, they are the tensors from which the losses were reduced.
+    that have no rule, they are the tensors from which the losses were reduced. A parameter that
+    was expanded to the length of the batch is none of them if there is another one.
     """
-    ends = [edge[:2] for edge, n in _losses(survey) if n == count]
-    if not ends:
-        ends = [end for end in _returned(survey) if nodes.lengths_of(*end)[:1] == (count,)]
+    of_losses = [edge[:2] for edge, n in _losses(survey) if n == count]
+    returned = [end for end in _returned(survey) if nodes.lengths_of(*end)[:1] == (count,)]
+    of_constants = Origins(survey).of_constants
+    for ends in (of_losses, returned):
+        if told := [end for end in ends if not of_constants(end[0])]:
+            return told
+    ends = of_losses or returned
     if not (ends or _losses(survey)):
         ends = [end for end in _reduced(survey) if nodes.lengths_of(*end)[:1] == (count,)]
     return ends

@@ -17,7 +17,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import Survey, Trained, complex_parameter
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.view import View
-from backpack_operations._torch import CopyNode
+from backpack_operations._torch import CopyNode, is_saved_plainly
 from backpack_operations.alignment import Alignment
 from backpack_operations.data import Source
 from backpack_operations.order import reached
@@ -90,6 +90,7 @@ class GraphSurvey(Survey):
             the rows that they were picked from, if they were.
         unclear: Calls that received rows picked from the data, of unknown samples.
         values_read: Whether values of tensors were compared to find the samples.
+        is_unread: Whether an operation saved what would tell sample ids, and it may not be read.
         is_straight: Whether every call has a rule and its samples on axis 0, as a plan says.
     """
 
@@ -126,6 +127,7 @@ class GraphSurvey(Survey):
     compared: dict[Call, Source | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     values_read: bool = False
+    is_unread: bool = False
     is_straight: bool = False
 
     @property
@@ -155,6 +157,10 @@ class GraphSurvey(Survey):
     def is_told(self) -> bool:
         """Whether the given sample of each row differs from one sample for each row, in order."""
         return self.told is not None and not self.told.is_usual
+
+    def may_read(self, node: Node) -> bool:
+        """Whether the tensors that an operation saved may be read."""
+        return self.is_readable or is_saved_plainly(node)
 
     def site_at(self, edge: Edge) -> Site | None:
         """The output of a call at which a gradient sent along an edge arrives, if there is one."""
