@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, disable, extend
+from backpack_core import backpack, disable, extend, quantities
 from backpack_core.errors import (
     BridgeError,
     NotExtendedError,
@@ -22,7 +22,16 @@ from backpack_core.errors import (
     UnsupportedError,
     UsageError,
 )
-from backpack_core.extensions import GGNMP, HMP, JMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import (
+    GGNMP,
+    HMP,
+    JMP,
+    PCHMP,
+    BatchGrad,
+    DiagGGNExact,
+    DiagHessian,
+    DiagHMP,
+)
 from backpack_core.record.call import live_calls
 from backpack_secondorder.torch_errors import explained
 from tests import oracle
@@ -182,6 +191,35 @@ def test_loss_that_is_not_extended() -> None:
     ):
         loss.backward()
     assert error.value.backpack_context == "[GGNMP of backpack-plugin-secondorder 0.1.0]"  # type: ignore[attr-defined]
+
+
+def two_outputs(loss: nn.Module, outputs: Tensor) -> Tensor:
+    """A loss of two outputs of a model, both with gradients."""
+    first, second = outputs.chunk(2, 1)
+    if isinstance(loss, nn.GaussianNLLLoss):
+        return loss(first, torch.ones_like(first), F.softplus(second))
+    return loss(first, second)
+
+
+@pytest.mark.parametrize("loss", [nn.GaussianNLLLoss(), nn.MSELoss(), nn.HuberLoss()])
+def test_the_hessian_of_a_loss_with_two_outputs(loss: nn.Module) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4)))
+    x, direction = torch.randn(5, 3), torch.randn(4, 3)
+    weight, bias = model[0].weight, model[0].bias
+    hessian = torch.autograd.functional.hessian(
+        lambda value: two_outputs(loss, F.linear(x, value, bias)), weight.detach()
+    ).reshape(12, 12)
+    lossfunc = extend(copy.deepcopy(loss))
+    with backpack(HMP(), DiagHMP()):
+        two_outputs(lossfunc, model(x)).backward()
+    oracle.assert_close(
+        quantities(model)["0.weight"].hmp(direction).flatten(), hessian @ direction.flatten()
+    )
+    oracle.assert_close(quantities(model)["0.weight"].diag_hmp.flatten(), hessian.diagonal())
+    total = two_outputs(lossfunc, model(x))
+    refused = pytest.raises(UnsupportedError, match="requires a gradient")
+    with refused, backpack(HMP(subsampling=[0])):
+        total.backward()
 
 
 def test_next_to_other_extensions() -> None:

@@ -102,9 +102,10 @@ def _of_rows(operand: Operand, mat: Tensor) -> SampleProduct | None:
     """The product at a broadcast operand: the gradient before autograd sums it to its shape."""
     node, position, shape, is_apart = operand
     missing = mat.dim() - 1 - len(shape)
-    if is_apart or not (missing or shape[0] == 1):
-        return None
     is_view = nodes.operation_of(node) in {"Expand", "Repeat"}
+    is_same = is_view and mat.shape[1:] == shape  # as for a batch of one sample
+    if (is_apart and not is_same) or not (missing or shape[:1] == (1,)):
+        return None
     repeated = zip(reversed(mat.shape[1:]), reversed(shape), strict=False)
     if is_view and any(own not in (1, length) for length, own in repeated):
         return None  # several copies of the entries along an axis

@@ -44,6 +44,7 @@ class Crossing(NamedTuple):
         runs: The length of runs of entries of one sample, at outputs where autograd's gradient
             consists of such runs (see ``runs.py``).
         in_runs: The positions of such operands.
+        is_table: Whether the outputs are computed from parameters alone.
         grads: The gradients at the outputs, if autograd has reached the node.
         size: Returns how many columns may travel at once; ``None`` for all.
         carry: Sends a chunk, given by position, through the rest of the net at once.
@@ -59,6 +60,7 @@ class Crossing(NamedTuple):
     has_others: bool = True
     runs: Mapping[int, int] = {}
     in_runs: frozenset[int] = frozenset()
+    is_table: bool = False
     grads: Sequence[Tensor | None] = ()
     size: Callable[[], int | None] = lambda: None
     carry: Callable[[list[tuple[int, Any]]], None] = lambda part: None

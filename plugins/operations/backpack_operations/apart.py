@@ -159,9 +159,8 @@ def _factored(
     ((number, columns), *others) = quantities.items()
     if others or not wanted:
         return {}
-    if isinstance(columns, FactoredColumns):
-        turned = columns.through(node)
-        return {} if turned is None else dict.fromkeys(wanted, turned)
+    if isinstance(columns, FactoredColumns) and (turned := columns.through(node)) is not None:
+        return dict.fromkeys(wanted, turned)
     is_in_front = isinstance(columns, InRuns) and columns.is_in_front
     is_known = is_in_front or isinstance(columns, ApartColumns) or there.positions
     owned = None if is_known else there.owned.get(number)
@@ -171,7 +170,7 @@ def _factored(
         columns = columns.plain
     factored, rows = {}, there.batch_size if owned is None else owned.shape[1]
     for position in wanted:
-        product = operand_product(node, position, columns, rows)
+        product = operand_product(node, position, columns, rows, there.is_table)
         if product is not None:
             product = product if owned is None else of_owners(product, owned)
             factored[position] = FactoredColumns(by_root(product, columns.sizes))

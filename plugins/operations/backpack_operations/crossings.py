@@ -23,6 +23,7 @@ from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations._torch import will_get_to
 from backpack_operations.alignment import Crossing
+from backpack_operations.of_weights import Origins
 from backpack_operations.order import children_of
 from backpack_operations.schedule import NodeSchedule
 from backpack_operations.survey import GraphSurvey, edges_behind
@@ -97,6 +98,8 @@ class Crossings:
         if not waiting:
             return
         there = alignment.crossing(node)
+        if there.apart_outputs and there.apart:
+            there = there._replace(is_table=Origins(self._survey).of_weights(node))
         for lane, quantities in waiting.items():
             group = schedule.groups[lane]
             try:

@@ -277,6 +277,21 @@ def selected(node: Node, output_nr: int) -> int:
     return shape[axes_of(node)[0] % len(shape)] if shape else 1
 
 
+def reduced_axes(node: Node, count: int) -> set[int]:
+    """The axes along which an operation makes one entry of several; empty if unknown.
+
+    Torch saves ``keepdim`` for such operations alone, and no axes if they go along all of them.
+
+    Args:
+        node: The operation.
+        count: How many axes the operand has.
+    """
+    if not hasattr(node, "_saved_keepdim"):
+        return set()
+    is_whole = node._saved_dim is None  # type: ignore[attr-defined]
+    return {*range(count)} if is_whole else {axis % count for axis in axes_of(node)}
+
+
 def axes_along(node: Node, count: int) -> list[int]:
     """The axes that an operation works along, while it leaves the others alone; empty if unknown.
 

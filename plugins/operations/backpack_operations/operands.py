@@ -29,7 +29,7 @@ from backpack_products.columns import ApartColumns, Columns, Root, require_one_f
 from backpack_products.factors import FactorProduct
 from backpack_products.open_functions import preferred_version
 from backpack_products.operations import dense
-from backpack_products.product import DenseProduct, SampleProduct, regrouped, sum_of
+from backpack_products.product import IS_TABLE, DenseProduct, SampleProduct, regrouped, sum_of
 from backpack_products.scale import TableProduct
 from backpack_products.values import is_same_memory
 
@@ -196,7 +196,7 @@ def makers_that_may_do_more() -> list[Maker]:
 
 
 def operand_product(
-    node: Node, position: int, columns: Columns, samples: int
+    node: Node, position: int, columns: Columns, samples: int, is_table: bool = False
 ) -> SampleProduct | None:
     """The product at an operand that is the same for all samples.
 
@@ -205,6 +205,7 @@ def operand_product(
         position: The position of the operand in ``node.next_functions``.
         columns: At the node's output, with samples in front, or kept apart.
         samples: ``N``.
+        is_table: Whether the output is computed from parameters alone.
 
     Returns:
         A product ``[V, N, *operand]``; ``None`` if no form is known.
@@ -227,7 +228,7 @@ def operand_product(
     lasting: SampleProduct = product.lasting()  # it is read only when autograd gets to the operand
     if (lasting.columns, lasting.samples) == (count, samples):
         return lasting
-    return regrouped(lasting, count, samples, {})
+    return regrouped(lasting, count, samples, {IS_TABLE: is_table})
 
 
 def _expect(make: Maker, found: object, operand: Operand, mat: Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property, partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -225,6 +226,8 @@ class Owners:
             )
             written = [child for child, _ in node.next_functions[1:] if child is not None]
             return not (is_inside or all(map(self.ids.is_without_samples, written)))
+        if operation in nodes.ELEMENTWISE:
+            return bool(size) and self._is_put_behind(node)
         child, output_nr = node.next_functions[0] if operation in nodes.MOVES else (None, 0)
         if child is None or not size or nodes.keeps_rows(node, 0, 0):
             return False
@@ -236,6 +239,23 @@ class Owners:
             if (nodes.lengths_of(*output) or (1,))[0] % size:
                 return False
         return not self.ids.is_without_samples(child)
+
+    def _is_put_behind(self, node: Node) -> bool:
+        """Whether an operand is broadcast along a new first axis that may be taken for its own.
+
+        As in ``mean + noise`` of shapes ``[N, D]`` and ``[K, N, D]``, if ``K`` is a multiple of
+        ``N``.
+        """
+        shape = nodes.lengths_of(node, 0)
+        if len(shape) < 2 or shape[0] < 2 or shape[0] % self._survey.batch_size:
+            return False
+        return any(
+            0 < len(lengths := nodes.lengths_of(child, output_nr)) < len(shape)
+            and prod(lengths) > 1
+            and not self.ids.is_without_samples(child)
+            for child, output_nr in node.next_functions
+            if child is not None
+        )
 
     @cached_property
     def _are_as_many(self) -> bool:

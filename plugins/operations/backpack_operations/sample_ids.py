@@ -87,6 +87,10 @@ def through_node(
     is_free = all(first.shape[axis] == 1 for axis in axes)
     if axes and is_free and all(ids.equal(first) for ids in known.values()):
         return first.squeeze(axes[0]) if operation in nodes.SELECTIONS else first
+    reduced = nodes.reduced_axes(node, first.dim())
+    if reduced and all(first.shape[axis] == 1 for axis in reduced):
+        keeps_axes = len(shape) == first.dim()
+        return first if keeps_axes else first.squeeze(tuple(reduced))
     if operation in ("Gather", "IndexSelect") and first.dim():
         axis = nodes.axes_of(node)[0]
         if first.shape[axis] == 1:  # whatever is picked along it; fewer entries of other axes

@@ -24,13 +24,17 @@ from backpack_core.record.call import Edge, Site
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
+from backpack_operations.carried_ids import is_of_buffers
 from backpack_operations.carrier import carrier_of, values_of
 from backpack_operations.inside import Later, read_here
+from backpack_operations.of_weights import Origins
 from backpack_operations.owners import rows_at_loss
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
 from backpack_products.overrides import override
+from backpack_products.product import IS_TABLE
+from backpack_products.substitutes import is_parameter
 
 
 class GraphTraversal(StraightTraversal):
@@ -160,6 +164,8 @@ class GraphTraversal(StraightTraversal):
             for found in values_of(carrier, self.survey, view, trained, quantity):
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
+        if self._alignment.apart and trained and not view.positions:
+            view.call_cache[IS_TABLE] = self._is_table(view)
         if self._alignment.owned and trained:
             quantity = self._of_samples(view, group.propagator, quantity)
         if not trained:
@@ -169,6 +175,12 @@ class GraphTraversal(StraightTraversal):
         else:
             readings = carrier.find(view, trained, quantity)
         self.sink.note(lane, group, view, trained, readings)
+
+    def _is_table(self, view: View) -> bool:
+        """Whether a call received parameters and buffers alone: then all samples share its rows."""
+        call, node = view.call, self.survey.sites[view.call, view.index].edge.node
+        is_frozen = not any(call.edges) and all(map(is_parameter, call.stored.inputs))
+        return is_frozen or is_of_buffers(call) or Origins(self.survey).of_weights(node)
 
     def _readings(
         self, lane: int, view: View, carrier: Any, quantity: Any, trained: Sequence[Trained]

@@ -327,6 +327,7 @@ class ComputedProduct(SampleProduct):
         return DenseProduct(values).placed_as(self)
 
 
+IS_TABLE: Final = "is a table"
 SHARED_ROWS: Final = "shared rows"
 
 
@@ -341,8 +342,9 @@ def regrouped(
         columns: ``V``.
         samples: ``N``.
         kept: ``view.call_cache`` of the call; the rows that samples reach are noted there. Under
-            ``SHARED_ROWS`` it may have a set, for the numbers of samples and rows of calls whose
-            rows several samples reach.
+            ``IS_TABLE`` it says whether all samples share the rows. Under ``SHARED_ROWS`` it may
+            have a set, for the numbers of samples and rows of calls whose rows several samples
+            reach.
 
     Returns:
         The sum over ``B``, in the same form if possible.

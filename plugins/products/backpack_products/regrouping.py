@@ -2,9 +2,9 @@
 
 A rule treats the entries of axis 0 as samples. If they are not, they are positions: either several
 belong to each sample (windows of an image), or all samples share them (rows of a table), and
-columns are kept apart. The zeros in the columns tell which. Rows that samples shared in an earlier
-pass are taken for shared without another look, which would wait for the values: that form is right
-for any rows, but takes longer if each belongs to one sample.
+columns are kept apart. What a rule computed from parameters alone is a table. Of other rows, the
+zeros in the columns tell it: they are shared if one of them is reached by several samples. Such
+rows are taken for shared in later passes, without another look, which would wait for the values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.factors import FactorProduct
 from backpack_products.open_functions import OpenFunction
 from backpack_products.owned import OwnedAffine, gathered
-from backpack_products.product import SHARED_ROWS, DenseProduct, SampleProduct, regrouped
+from backpack_products.product import IS_TABLE, SHARED_ROWS, DenseProduct, SampleProduct, regrouped
 
 
 @regrouped.register
@@ -38,7 +38,7 @@ def _regrouped_factors(
         rows = None if whole is None else whole.unflatten(0, (samples, count))
         return product.with_factors(out, rows, None)
     shared, form = kept.get(SHARED_ROWS, set()), (samples, count)
-    if form not in shared:
+    if not (kept.get(IS_TABLE) or form in shared):
         reached = _reached(out, kept)
         layout = _layout(reached)
         if layout is not None:
@@ -47,10 +47,12 @@ def _regrouped_factors(
             if whole is not None:
                 whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
             return product.with_factors(own.movedim(-1, 1).flatten(2, 3), whole, None)
-        if samples > 1 and bool((reached.sum(0) == 1).all()):  # each row belongs to one sample
-            own = out[:, reached.int().argmax(0), torch.arange(count)].unsqueeze(2)
+        owner = _owner(reached) if samples > 1 else None
+        if owner is not None:
+            own = out[:, owner, torch.arange(count)].unsqueeze(2)
             rows = None if whole is None else whole.unsqueeze(1)
-            return of_owners(product.with_factors(own, rows, None), reached.to(out.device))
+            owned = owner == torch.arange(samples, device="cpu").unsqueeze(1)
+            return of_owners(product.with_factors(own, rows, None), owned.to(out.device))
         shared.add(form)
     rows = None if whole is None else whole.expand(samples, *whole.shape)
     return product.with_factors(out, rows, None)
@@ -105,6 +107,18 @@ def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:
     kept[key] = now | kept[key] if key in kept else now
     reached: Tensor = kept[key]
     return reached
+
+
+def _owner(reached: Tensor) -> Tensor | None:
+    """The sample that each row belongs to, ``[B]``; ``None`` if several samples reach one.
+
+    A row that no sample reaches, as one with only dead neurons, goes with the row before it.
+    """
+    if bool((reached.sum(0) > 1).any()):
+        return None
+    numbers = torch.arange(reached.shape[1], device="cpu")
+    known = torch.where(reached.any(0), numbers, 0).cummax(0).values
+    return reached.int().argmax(0)[known]
 
 
 def _layout(reached: Tensor) -> tuple[int, int] | None:

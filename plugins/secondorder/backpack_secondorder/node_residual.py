@@ -52,7 +52,15 @@ class NodeResidual:
         self._places = _involved(derivative)
         # Equal numbers of rows and samples prove nothing: picked rows may be those of one sample.
         is_owned = there.owned or any(isinstance(n, Tensor) for n in there.behind.values())
-        self._samples = self._batch_size if not is_owned and self._is_known() else 1
+        is_other = is_owned or self._are_elsewhere(there)
+        self._samples = self._batch_size if not is_other and self._is_known() else 1
+
+    def _are_elsewhere(self, there: Crossing) -> bool:
+        """Whether an operand is known to have no samples in front, whatever its length is."""
+        is_looked_for = there.positions or there.apart_outputs or there.others  # else all have
+        places = self._derivative.positions
+        at = {position for place in self._places for position in places[place]}
+        return bool(is_looked_for) and not at <= there.behind.keys()
 
     def _is_known(self) -> bool:
         """Whether samples are in front in all operands, or in one if rows meet only their like."""

@@ -262,6 +262,11 @@ class _OfOutputs(CollectingReading):
 class OfLoss(CollectingReading):
     """The reading of ``HMP`` and ``DiagHMP``."""
 
+    def observe(self, view: View) -> None:
+        """Collect losses if samples are chosen: the Hessian of all needs no rule of a loss."""
+        if self._subsampling is not None:
+            super().observe(view)
+
     def operator(self, graph: LossGraph) -> HessianOperator:
         """The Hessian of the losses, for the chosen samples."""
         if self._subsampling is None:
