@@ -106,12 +106,12 @@ class backpack:
         """
         for extension in extensions:
             _check_extension(extension)
-        fields = [extension.savefield for extension in extensions]
-        twice = [name for name in fields if fields.count(name) > 1]
-        if twice:
-            raise UsageError(
-                f"Two extensions would save under {twice[0]!r}: give one of them another savefield."
-            )
+        for field in (extension.savefield for extension in extensions):
+            kinds = [type(each).__name__ for each in extensions if each.savefield == field]
+            if len(kinds) > 1:
+                raise UsageError(
+                    f"{' and '.join(kinds)} both save under {field!r}: give one another savefield."
+                )
         for name, called in (("extension_hook", extension_hook), ("observer", observer)):
             if called is not None and not callable(called):
                 raise UsageError(f"{name} must be callable. Got {called!r}.")
@@ -238,8 +238,7 @@ def _check_extension(extension: object) -> None:
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(
-            f"backpack(...) takes extension instances. Got the class {extension.__name__}: write "
-            f"{extension.__name__}()."
+            f"backpack(...) takes instances: {extension.__name__}(), not {extension.__name__}."
         )
     hint = " Write backpack(*extensions)." if isinstance(extension, (list, tuple, set)) else ""
     raise NotAnExtensionError(

@@ -74,7 +74,7 @@ def list_plugins(
 def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
     """Load every plugin in a process of its own, and say what is wrong and what to do.
 
-    The exit code is 1 if anything is at fault.
+    The exit code is 1 if a plugin is at fault. Warnings and notes do not change it.
 
     Examples: `backpack doctor`, `backpack doctor --limit 300`
     """
@@ -171,13 +171,13 @@ def explain(
     Costs are relative to the gradient of the same layer, as counted by the benchmarks. After that
     come the steps of a backward pass that computes all of them.
 
-    Examples: `backpack explain mypackage.nets:make -e KFAC`, with `-e KFAC -e BatchGrad`
+    Example: `backpack explain mypackage.nets:make -e KFAC -e BatchGrad`
     """
     from backpack_core.cli import output
-    from backpack_core.cli.explain import HEADER, NO_PLAN, UNITS, UNKNOWN, WITH_COUNTS, explained
+    from backpack_core.cli.explain import HEADER, UNITS, UNKNOWN, WITH_COUNTS, explained
 
     names = tuple(dict.fromkeys(extension))
-    rows, plan = explained(model, names)
+    rows, plan, otherwise = explained(model, names)
     if as_json:
         output.print_json([row._asdict() for row in rows])
         return
@@ -194,7 +194,7 @@ def explain(
         output.say(f"{UNKNOWN}: not counted. {WITH_COUNTS}")
     output.say("")
     if plan is None:
-        output.say(NO_PLAN)
+        output.say(otherwise)
     else:
         steps = [(str(number), step.path, str(step)) for number, step in enumerate(plan.steps, 1)]
         output.print_table(("step", "at", "what happens"), steps, output.width())
@@ -239,7 +239,7 @@ def add_commands(asked: Sequence[str]) -> None:
         asked: The arguments of the command line.
     """
     for point in entry_points(group="backpack.commands"):
-        commands = typer.Typer(help=f"Commands of {point.module.partition('.')[0]}.")
+        commands = typer.Typer(help=point.dist.metadata["Summary"])
         if point.name in asked[:1]:
             try:
                 commands = point.load()
@@ -255,9 +255,6 @@ def run(**kwargs: Any) -> None:
     try:
         add_commands(sys.argv[1:])
         app(**kwargs)
-    except UsageError as error:
+    except BackpackError as error:
         typer.echo(f"backpack: {error}", err=True)
-        sys.exit(2)
-    except (PluginError, BackpackError) as error:
-        typer.echo(f"backpack: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

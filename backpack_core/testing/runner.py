@@ -199,8 +199,7 @@ class BoundCheck:
 def _require_case(case: object) -> None:
     if not isinstance(case, Case):
         raise UsageError(
-            "Checks are for a RuleCase(...), a LossCase(...) or an ExtensionCase(...). "
-            f"Got {case!r:.80}."
+            f"Checks take a RuleCase, a LossCase or an ExtensionCase. Got {case!r:.80}."
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import backpack_core
 from backpack_core import backpack, disable, extend, prefer, quantities
 from backpack_core.errors import (
     BackpackError,
@@ -48,8 +49,14 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
 
 
 def test_class_instead_of_instance() -> None:
-    with pytest.raises(NotAnExtensionError, match=r"Got the class BatchGrad: write BatchGrad\(\)"):
+    with pytest.raises(NotAnExtensionError, match=r"instances: BatchGrad\(\), not BatchGrad\."):
         backpack(BatchGrad)  # type: ignore[arg-type]
+
+
+def test_an_extension_is_not_in_the_core() -> None:
+    with pytest.raises(ImportError, match=r"^Write: from backpack_core\.extensions import KFAC$"):
+        from backpack_core import KFAC  # noqa: F401
+    assert not hasattr(backpack_core, "KFACC")
 
 
 @pytest.mark.parametrize("wrong", ["BatchGrad", 1, None, nn.Linear(1, 1), int])
@@ -70,8 +77,8 @@ def test_extensions_in_a_list_and_a_sample_without_a_batch() -> None:
 
 
 def test_two_extensions_with_one_savefield() -> None:
-    with pytest.raises(UsageError, match=r"'grad_batch': give one of them another savefield"):
-        backpack(BatchGrad(), BatchGrad())
+    with pytest.raises(UsageError, match=r"^BatchGrad and Copy both save under 'grad_batch': give"):
+        backpack(BatchGrad(), type("Copy", (BatchGrad,), {})())
     backpack(BatchGrad(), BatchGrad(savefield="other"))
 
 

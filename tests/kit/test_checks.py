@@ -163,8 +163,8 @@ def test_losses_and_extensions_have_results_too() -> None:
         (lambda: ExtensionCase(BatchGrad, lambda r, name: r), "quantity is a Quantity"),
         (lambda: Quantity(lambda r, name: r, needs="curvatur"), "needs must be one of"),
         (lambda: Quantity(1), "takes a function of reference and name"),
-        (lambda: check_case(GainRule), "Checks are for a RuleCase"),
-        (lambda: check_case([case_of(Gain, GainRule)]), "Checks are for a RuleCase"),
+        (lambda: check_case(GainRule), "Checks take a RuleCase"),
+        (lambda: check_case([case_of(Gain, GainRule)]), "Checks take a RuleCase"),
     ],
 )
 def test_cases_that_are_none(make: Callable[[], object], said: str) -> None:
