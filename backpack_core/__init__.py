@@ -29,9 +29,6 @@ else:
             return [public for public in __dir__() if not public.startswith("_")]
         public = {} if name.startswith("_") else vars(import_module("backpack_core.api"))
         if name not in public:  # tools that ask whether a name exists expect this error
-            known = import_module("backpack_core.discovery").our_plugins().values()
-            if any(name in names for names in known):
-                raise ImportError(f"Write: from backpack_core.extensions import {name}")
             near = errors.nearest(name, public)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}", name=name)
         return globals().setdefault(name, public[name])

@@ -170,7 +170,7 @@ ROOMS: dict[str, str] = {
     "context": "_torch contract engine errors plugins record remember",
     "extending": "_hooks _torch engine errors plugins record recording",
     "api": "context contract extending extensions fields plugins record",
-    "__init__": "api discovery errors",
+    "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins preferences record",
     "cli": "__init__ _hooks context contract discovery engine errors extending plugins preferences "
     "testing",
