@@ -238,7 +238,8 @@ def _check_extension(extension: object) -> None:
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(
-            f"backpack(...) takes instances: {extension.__name__}(), not {extension.__name__}."
+            f"backpack(...) takes extension instances. Got the class {extension.__name__}: write "
+            f"{extension.__name__}()."
         )
     hint = " Write backpack(*extensions)." if isinstance(extension, (list, tuple, set)) else ""
     raise NotAnExtensionError(

@@ -330,7 +330,7 @@ def test_checked_always() -> None:
     ("arguments", "options", "text"),
     [
         ((), {}, "needs the extended modules"),
-        ((nn.Linear(1, 1), BatchGrad), {}, "takes instances"),
+        ((nn.Linear(1, 1), BatchGrad), {}, "takes extension instances"),
         (
             (nn.Linear(1, 1), BatchGrad()),
             {"observer": dict},

@@ -49,7 +49,7 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
 
 
 def test_class_instead_of_instance() -> None:
-    with pytest.raises(NotAnExtensionError, match=r"instances: BatchGrad\(\), not BatchGrad\."):
+    with pytest.raises(NotAnExtensionError, match=r"Got the class BatchGrad: write BatchGrad\(\)"):
         backpack(BatchGrad)  # type: ignore[arg-type]
 
 
