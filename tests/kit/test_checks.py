@@ -120,8 +120,10 @@ def test_expected_failures_must_name_a_check_of_the_case() -> None:
 
 
 def test_a_check_that_is_asked_for_must_exist() -> None:
-    with pytest.raises(UsageError, match="nonsense"):
-        check_case(case_of(Gain, GainRule), ["nonsense"])
+    with pytest.raises(
+        UsageError, match=r"has no check \['one_sampel'\]: did you mean 'one_sample'"
+    ):
+        check_case(case_of(Gain, GainRule), ["one_sampel"])
 
 
 def test_no_cases_and_wrong_cases_are_refused() -> None:
