@@ -239,7 +239,7 @@ def add_commands(asked: Sequence[str]) -> None:
         asked: The arguments of the command line.
     """
     for point in entry_points(group="backpack.commands"):
-        commands = typer.Typer(help=point.dist.metadata["Summary"])
+        commands = typer.Typer(help=f"Commands of {point.module.partition('.')[0]}.")
         if point.name in asked[:1]:
             try:
                 commands = point.load()
