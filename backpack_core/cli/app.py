@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -185,10 +184,11 @@ def explain(
         if len(names) > 1:
             output.say(name)
         cells = [row.cells() for row in rows if row.quantity == name]
-        for above, row in [*pairwise(cells)][::-1]:  # a sentence about all of them is said once
-            row[-1] = "as above" if len(row[-1]) > 40 and row[-1] == above[-1] else row[-1]
+        notes = [*dict.fromkeys(row[-1] for row in cells if len(row[-1]) > 40)]  # below the table
+        for row in cells:
+            row[-1] = f"see {notes.index(row[-1]) + 1}" if row[-1] in notes else row[-1]
         output.print_table(HEADER, cells, output.width())
-        output.say("")
+        output.say("\n".join([*(f"{n}: {note}" for n, note in enumerate(notes, 1)), ""]))
     output.say(UNITS)
     if any(UNKNOWN in row.cells() for row in rows):
         output.say(f"{UNKNOWN}: not counted. {WITH_COUNTS}")

@@ -181,7 +181,7 @@ def _words(
         return rule, "graph of the loss", ""
     form = declared_form(type(resolved.rule)).__name__
     if cell == "fast":
-        exact = extension.__name__ in EXACT
-        return rule, f"{form}, contracted", "a sampled one carries one column" if exact else ""
+        sampled = "a sampled one carries one column" if extension.__name__ in EXACT else ""
+        return rule, f"{form}, contracted", sampled
     is_dense = form == "DenseProduct" and bool(extension.needs)
     return rule, f"{form}, formed", f"a ProductRule or AffineRule for {kind}" if is_dense else ""

@@ -151,4 +151,4 @@ def test_a_long_reason_is_said_once() -> None:
     result = CliRunner().invoke(app, ["explain", "nets_of_factories:own", "-e", "KFRA"])
     text = " ".join(result.output.split())
     assert text.count("freeze the parameter") == 1
-    assert text.count("as above") == 4
+    assert text.count("see 1") == 5
