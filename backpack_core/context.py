@@ -106,12 +106,12 @@ class backpack:
         """
         for extension in extensions:
             _check_extension(extension)
-        fields = [extension.savefield for extension in extensions]
-        twice = [name for name in fields if fields.count(name) > 1]
-        if twice:
-            raise UsageError(
-                f"Two extensions would save under {twice[0]!r}: give one of them another savefield."
-            )
+        for field in (extension.savefield for extension in extensions):
+            kinds = [type(each).__name__ for each in extensions if each.savefield == field]
+            if len(kinds) > 1:
+                raise UsageError(
+                    f"{' and '.join(kinds)} both save under {field!r}: give one another savefield."
+                )
         for name, called in (("extension_hook", extension_hook), ("observer", observer)):
             if called is not None and not callable(called):
                 raise UsageError(f"{name} must be callable. Got {called!r}.")

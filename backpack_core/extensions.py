@@ -24,22 +24,18 @@ def __getattr__(name: str) -> Any:
         load_provider(name)  # while a plugin is loaded, it may ask for the class of a later one
     if claims := registry.extensions.get(name):
         return choose(claims, name, "extension").value
-    raise missing(_why_missing(name), name)
-
-
-def _why_missing(name: str) -> str:
-    return (
-        f"No loaded plugin provides an extension named {name!r}{_near(name) or '.'} Installed: "
-        f"{', '.join(__dir__()) or 'none'}. Install the plugin that has it; `backpack plugins` "
-        "lists what is there."
+    raise missing(
+        f"No loaded plugin provides an extension named {name!r}{_near(name) or '.'} Loaded: "
+        f"{', '.join(__dir__()) or 'none'}.",
+        name,
+        " Install the plugin that has it; `backpack plugins` lists what is there.",
     )
 
 
 def _near(name: str) -> str:
     ensure_loaded()
-    return nearest(
-        name, (n for names in (registry.extensions, *our_plugins().values()) for n in names)
-    )
+    known = (registry.extensions, *our_plugins().values())
+    return nearest(name, (each for names in known for each in names))
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,6 +38,8 @@ def write_distribution(
     entry_points: Mapping[str, str] | None = None,
     modules: Mapping[str, str] | None = None,
     metadata: bool = True,
+    requires: Sequence[str] = (),
+    group: str = GROUP,
 ) -> Path:
     """Write the files of an installed distribution.
 
@@ -45,9 +47,11 @@ def write_distribution(
         folder: Where to write; put it on ``sys.path``.
         name: Name of the distribution.
         version: Its version.
-        entry_points: Names and values in the group ``backpack``.
+        entry_points: Names and values in the group.
         modules: Sources by qualified module name.
         metadata: Whether there is a ``METADATA`` file, which real installers always write.
+        requires: What the distribution requires.
+        group: The group of the entry points.
 
     Returns:
         The ``*.dist-info`` folder.
@@ -56,9 +60,10 @@ def write_distribution(
     info.mkdir(parents=True)
     if metadata:
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        text += "".join(f"Requires-Dist: {each}\n" for each in requires)
         (info / "METADATA").write_text(text, encoding="utf-8")
     if entry_points:
-        lines = [f"[{GROUP}]", *(f"{key} = {value}" for key, value in entry_points.items())]
+        lines = [f"[{group}]", *(f"{key} = {value}" for key, value in entry_points.items())]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for module, source in (modules or {}).items():
         _write_module(folder, module, source)

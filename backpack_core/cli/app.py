@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -74,7 +73,7 @@ def list_plugins(
 def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
     """Load every plugin in a process of its own, and say what is wrong and what to do.
 
-    The exit code is 1 if anything is at fault.
+    The exit code is 1 if a plugin is at fault. Warnings and notes do not change it.
 
     Examples: `backpack doctor`, `backpack doctor --limit 300`
     """
@@ -171,13 +170,13 @@ def explain(
     Costs are relative to the gradient of the same layer, as counted by the benchmarks. After that
     come the steps of a backward pass that computes all of them.
 
-    Examples: `backpack explain mypackage.nets:make -e KFAC`, with `-e KFAC -e BatchGrad`
+    Example: `backpack explain mypackage.nets:make -e KFAC -e BatchGrad`
     """
     from backpack_core.cli import output
-    from backpack_core.cli.explain import HEADER, NO_PLAN, UNITS, UNKNOWN, WITH_COUNTS, explained
+    from backpack_core.cli.explain import HEADER, UNITS, UNKNOWN, WITH_COUNTS, explained
 
     names = tuple(dict.fromkeys(extension))
-    rows, plan = explained(model, names)
+    rows, plan, otherwise = explained(model, names)
     if as_json:
         output.print_json([row._asdict() for row in rows])
         return
@@ -185,16 +184,17 @@ def explain(
         if len(names) > 1:
             output.say(name)
         cells = [row.cells() for row in rows if row.quantity == name]
-        for above, row in [*pairwise(cells)][::-1]:  # a sentence about all of them is said once
-            row[-1] = "as above" if len(row[-1]) > 40 and row[-1] == above[-1] else row[-1]
+        notes = [*dict.fromkeys(row[-1] for row in cells if len(row[-1]) > 40)]  # below the table
+        for row in cells:
+            row[-1] = f"see {notes.index(row[-1]) + 1}" if row[-1] in notes else row[-1]
         output.print_table(HEADER, cells, output.width())
-        output.say("")
+        output.say("\n".join([*(f"{n}: {note}" for n, note in enumerate(notes, 1)), ""]))
     output.say(UNITS)
     if any(UNKNOWN in row.cells() for row in rows):
         output.say(f"{UNKNOWN}: not counted. {WITH_COUNTS}")
     output.say("")
     if plan is None:
-        output.say(NO_PLAN)
+        output.say(otherwise)
     else:
         steps = [(str(number), step.path, str(step)) for number, step in enumerate(plan.steps, 1)]
         output.print_table(("step", "at", "what happens"), steps, output.width())
@@ -255,9 +255,6 @@ def run(**kwargs: Any) -> None:
     try:
         add_commands(sys.argv[1:])
         app(**kwargs)
-    except UsageError as error:
+    except BackpackError as error:
         typer.echo(f"backpack: {error}", err=True)
-        sys.exit(2)
-    except (PluginError, BackpackError) as error:
-        typer.echo(f"backpack: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

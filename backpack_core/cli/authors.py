@@ -13,9 +13,7 @@ new = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(help="Name of the plugin, as in backpack-plugin-NAME.")]
-Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Folder in which the package is made.")
-]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where the package is made.")]
 Author = Annotated[str, typer.Option("--author", help="For the licence and the metadata.")]
 
 
@@ -46,9 +44,7 @@ def new_propagator(name: Name, output: Output = Path(), author: Author = "") -> 
 
 
 def update(
-    folder: Annotated[
-        Path, typer.Argument(exists=True, help="A package made by `backpack new`.")
-    ] = Path(),
+    folder: Annotated[Path, typer.Argument(exists=True, help="Made by `backpack new`.")] = Path(),
 ) -> None:
     """Bring a package made by `backpack new` up to date with the installed templates.
 
@@ -78,11 +74,7 @@ def certify(
     ] = None,
     wheel: Annotated[
         Path | None,
-        typer.Option(
-            "--wheel",
-            exists=True,
-            help="Also write it into a wheel, or into all wheels of a folder.",
-        ),
+        typer.Option("--wheel", exists=True, help="A wheel, or a folder of wheels, that gets it."),
     ] = None,
 ) -> None:
     """Run a package's tests, and write what the kit found into a certificate beside its code.

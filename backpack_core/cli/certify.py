@@ -143,8 +143,7 @@ def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:
     """What the kit's checks reported, in a subprocess that imports the packages' code."""
     parents = [str(home.resolve().parent) for each in projects for home in each.homes]
     names = " and ".join(each.name for each in projects)
-    before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join(dict.fromkeys([*parents, *filter(None, [before])]))
+    path = os.pathsep.join(filter(None, [*parents, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as temporary:
         ledger = Path(temporary) / "ledger.json"
         result = subprocess.run(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from importlib_metadata import distributions, entry_points
+from packaging.requirements import Requirement
 
 from backpack_core.cli.certificate import standing
 from backpack_core.cli.listing import worst
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
-from backpack_core.discovery import Plugin, declarations, name_of
+from backpack_core.discovery import GROUP, Plugin, name_of
 from backpack_core.errors import nearest
 from backpack_core.plugins import loading as plugins
 from backpack_core.preferences import canonical, preference
@@ -72,7 +75,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += _name_conflicts(installed)
     findings += _key_conflicts(reports)
     findings += _field_conflicts(reports)
-    findings += [_empty(name) for name in _without_plugins()]
+    findings += _of_metadata(reports)
     findings += _of_environment(installed)
     findings += _of_others()
     findings += _without_library(reports)
@@ -265,15 +268,28 @@ def _without_library(reports: list[Report]) -> Iterator[Finding]:
         )
 
 
-def _without_plugins() -> list[str]:
-    """Installed distributions with the name of a plugin that declare no entry point."""
-    declared = {canonical(distribution) for distribution, *_ in declarations()}
-    names = {canonical(name_of(distribution)) for distribution in distributions()}
-    return sorted(name for name in names - declared if name.startswith("backpack-plugin-"))
+def _of_metadata(reports: list[Report]) -> Iterator[Finding]:
+    """Requirements of plugins that are not met, and names of plugins without entry points."""
+    there = {canonical(name_of(each)): each for each in reversed([*distributions()])}
+    declared = {canonical(report.distribution) for report in reports}
+    for name, dist in sorted(there.items()):
+        if name in declared:
+            yield from _unmet(dist, there)
+        elif name.startswith("backpack-plugin-"):
+            groups = re.findall(r"^\[.+\]", dist.read_text("entry_points.txt") or "", re.MULTILINE)
+            there_are = ", but in ".join([f"[{GROUP}]", *groups])
+            problem = f"is installed, but declares no plugin: it has no entry points in {there_are}"
+            remedy = f"pip install it again. Authors: name it in [project.entry-points.{GROUP}]."
+            yield Finding("fault", name, "", problem, remedy)
 
 
-def _empty(name: str) -> Finding:
-    problem = "is installed, but declares no plugin: its entry points are missing or unreadable"
-    table = "[project.entry-points.backpack] to pyproject.toml"
-    remedy = f"pip install --force-reinstall {name}; authors: add {table}."
-    return Finding("fault", name, "", problem, remedy)
+def _unmet(dist: Any, there: dict[str, Any]) -> Iterator[Finding]:
+    """What a distribution requires without an extra, and what is installed does not meet."""
+    with suppress(Exception):  # metadata is damaged, and what is left of it may raise anything
+        for needed in map(Requirement, dist.requires or ()):
+            found, wanted = there.get(canonical(needed.name)), f"{needed.name}{needed.specifier}"
+            is_met = found and needed.specifier.contains(found.version, prereleases=True)
+            if not is_met and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+                who, other = f"{dist.name} {dist.version}", found.version if found else "none"
+                problem = f"it requires {wanted}, and {other} is installed"
+                yield Finding("warning", who, "", problem, f"pip install {wanted!r}.")

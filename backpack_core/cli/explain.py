@@ -23,10 +23,8 @@ HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
 UNITS = "×: as many as the gradient takes, of the layer (multiply-adds) or the parameter (bytes)."
 
 UNKNOWN = "?"
-NO_PLAN = (
-    "There is no plan of a backward pass: either no pass was run (this needs a loss, inputs and a "
-    "target), or no plan can be made. After a pass, block.summary() says why."
-)
+NO_PASS = "The steps of a pass follow if the factory returns a model, a loss, inputs and a target."
+NO_PLAN = "The pass has no plan, so its steps are not listed. After it, block.summary() says why."
 WITH_COUNTS = "Weights of affine layers are, if the factory returns inputs and a target."
 
 
@@ -65,10 +63,12 @@ class Explanation(NamedTuple):
     Attributes:
         rows: For each quantity, a row for each trained parameter.
         plan: The steps of a backward pass; ``None`` if there is no plan.
+        otherwise: Why there is no plan.
     """
 
     rows: list[Row]
     plan: Any
+    otherwise: str
 
 
 def explained(target: str, names: tuple[str, ...]) -> Explanation:
@@ -91,7 +91,7 @@ def explained(target: str, names: tuple[str, ...]) -> Explanation:
     if not rows:
         kind = type(given.modules[0]).__name__
         raise UsageError(f"{kind}, which {target} returns first, has no trained parameters.")
-    return Explanation(rows, plan)
+    return Explanation(rows, plan, NO_PASS if given.target is None else NO_PLAN)
 
 
 class _Net(NamedTuple):
@@ -181,7 +181,7 @@ def _words(
         return rule, "graph of the loss", ""
     form = declared_form(type(resolved.rule)).__name__
     if cell == "fast":
-        exact = extension.__name__ in EXACT
-        return rule, f"{form}, contracted", "a sampled one carries one column" if exact else ""
+        sampled = "a sampled one carries one column" if extension.__name__ in EXACT else ""
+        return rule, f"{form}, contracted", sampled
     is_dense = form == "DenseProduct" and bool(extension.needs)
     return rule, f"{form}, formed", f"a ProductRule or AffineRule for {kind}" if is_dense else ""

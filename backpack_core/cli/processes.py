@@ -115,9 +115,7 @@ class _Worker:
                 if not self.timed_out:
                     self.exit_code = process.wait()
                 if current is None:
-                    raise PluginError(
-                        f"Plugins cannot be loaded: {self._complaint(process, limit)}"
-                    )
+                    raise PluginError(f"No plugin is loaded: {self._complaint(process, limit)}")
                 return current
             message = json.loads(line)
             if "begin" in message:

@@ -98,8 +98,8 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
     for name in chosen or (() if registry.extensions else ("BatchGrad",)):
         if name not in registry.extensions:
             near = nearest(name, registry.extensions) or "."
-            installed = ", ".join(sorted(registry.extensions)) or "none"
-            said = f"No extension {name!r} is installed{near} Installed: {installed}."
+            loaded = ", ".join(sorted(registry.extensions)) or "none"
+            said = f"No loaded plugin has an extension {name!r}{near} Loaded: {loaded}."
             raise UsageError(str(missing(said, name)))
     names = list(chosen) or sorted(registry.extensions)
     return {n: choose(registry.extensions[n], n, "extension").value for n in names}

@@ -23,7 +23,7 @@ def entries() -> dict[str, str]:
 
 
 def trouble(name: str) -> str:
-    """What the manual says about an error or a warning.
+    """The name of an error or a warning, and what the manual says about it.
 
     Args:
         name: Name of the class, or a part of it, in any case; or a message that begins with it.
@@ -36,7 +36,7 @@ def trouble(name: str) -> str:
     hits = {own: sum(len(w) > 3 and w in own.lower() for w in words) for own in by_name}
     names = names or [own for own in by_name if hits[own] == max(hits.values()) > 0]
     if len(names) == 1:
-        return by_name[names[0]]
+        return f"{names[0]}\n\n{by_name[names[0]]}"
     if names:
         raise UsageError(f"Several entries contain {name!r}: {', '.join(names)}.")
     near = nearest(name, by_name) or f": there are {', '.join(by_name)}."

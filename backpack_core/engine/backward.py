@@ -237,7 +237,7 @@ class BackwardPass:
     def precede(self, site: Site, grad: Tensor | None) -> None:
         """Let observers look at an output before its visit."""
         if self._before:
-            view = self.view(site, grad, {})  # what they compute is no part of the visit
+            view = self.view(site, grad, {})  # what they compute is not part of the visit
             for look in self._before:
                 look(view)
 

@@ -20,8 +20,8 @@ from torch.nn import Module
 from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.errors import MissingPluginError, UsageError
-from backpack_core.plugins import ensure_loaded
+from backpack_core.errors import UsageError
+from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registry import registry
 from backpack_core.record.nested import iter_tensors, map_tensors
 from backpack_core.testing.isolation import temporary_plugin
@@ -202,9 +202,10 @@ class RuleCase(Case):
         """
         resolved = registry.resolve(module)
         if resolved.is_fallback:
-            raise MissingPluginError(
+            raise missing(
                 f"No rule speaks for {type(module).__name__}: pass rule=... to RuleCase, or name "
-                "it in [project.entry-points.backpack] of its package, and pip install that again."
+                "it in [project.entry-points.backpack] of its package, and pip install that again.",
+                type(module),
             )
         return resolved.rule
 

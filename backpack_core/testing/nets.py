@@ -169,7 +169,7 @@ class Problem:
                 self.run([extension])
             except Exception:
                 return extension
-        raise CheckFailure(f"Extensions fail together only: {error}") from error
+        raise CheckFailure(f"Together with others: {error}") from error
 
     def require_reason(self, extension: Extension, error: Exception) -> None:
         """Raise unless an extension refuses this net for a need that the net may not meet."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvatureWarning
+from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvatureWarning, nearest
 from backpack_core.testing.cases import Case, installed
 from backpack_core.testing.checks import CHECKS, Check
 from backpack_core.testing.compare import CheckFailure
@@ -65,9 +65,9 @@ def check_case(case: Case, checks: Iterable[str] | None = None) -> list[CheckRes
     if checks is None:
         return [_judged(case, check) for check in by_name.values()]
     wanted = list(checks)
-    unknown = set(wanted) - set(by_name)
+    unknown = sorted({*wanted} - {*by_name})
     if unknown:
-        raise UsageError(f"No such checks for {case.label()}: {sorted(unknown)}.")
+        raise UsageError(f"{case.label()} has no check {unknown}{nearest(unknown[0], by_name)}")
     return [outcome(case, by_name[name]) for name in wanted]
 
 
@@ -199,8 +199,7 @@ class BoundCheck:
 def _require_case(case: object) -> None:
     if not isinstance(case, Case):
         raise UsageError(
-            "Checks are for a RuleCase(...), a LossCase(...) or an ExtensionCase(...). "
-            f"Got {case!r:.80}."
+            f"Checks take a RuleCase, a LossCase or an ExtensionCase. Got {case!r:.80}."
         )
 
 

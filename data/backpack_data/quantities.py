@@ -67,6 +67,9 @@ class Quantities(Mapping[Place, Any]):
         ordered = ((path, field) for path in self._shapes for field in self._kinds)
         self._values = {place: values[place] for place in ordered if place in values}
         self.batches, self.normaliser, self.plugins = batches, normaliser, dict(plugins or {})
+        for (_, field), value in self._values.items():
+            if self.plugins and not isinstance(value, Tensor):  # it may leave the others
+                self._declared(field).marked(value, self.plugins)
 
     def __getitem__(self, place: Place) -> Any:
         """The value of a parameter in a field: ``found["0.weight", "kfac"]``.

@@ -83,4 +83,4 @@ def _rescaled(extension: Extension, value: Any, factor: float, shape: torch.Size
     for key, tensor in over.take_apart(value).items():
         degree = over.part(key).degree
         tensors[key] = tensor * factor ** (extension.degree if degree is None else degree)
-    return over.put_together(tensors, shape)
+    return over.marked(over.put_together(tensors, shape), over.plugins_of(value))

@@ -38,7 +38,7 @@ def plain_settings(module: Module) -> str:
 def settings_of(extension: Extension) -> str:
     """What kind of extension it is, and all its settings: tensors, and objects that hold some, too.
 
-    A tensor that is no argument of the class is a result of the last pass, ``None`` before it.
+    A tensor that is not an argument of the class is a result of the last pass, ``None`` before it.
     """
     taken = inspect.signature(type(extension)).parameters
     settings = {

@@ -5,7 +5,7 @@ How its parts combine is what an extension declares, see :mod:`backpack_products
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +69,14 @@ class State:
             is concatenated at the end.
         normaliser: ``W``; ``None`` for a loss that is a sum over samples.
         samples: How many samples took part.
+        plugins: The fingerprint that the value of the first batch held.
     """
 
     extension: Extension
     tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     normaliser: float | None = None
     samples: int = 0
+    plugins: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -98,8 +100,8 @@ class State:
             UnsupportedError: The extension refuses, has no degree and the loss is a mean, or its
                 value does not consist of tensors.
         """
-        state = cls(extension, {}, normaliser, samples)
         over = over_batches(extension)
+        state = cls(extension, {}, normaliser, samples, over.plugins_of(value))
         for name, tensor in over.take_apart(value).items():
             if not isinstance(tensor, Tensor):
                 raise UnsupportedError(
@@ -174,7 +176,7 @@ class State:
                 found[name] = whole if is_given_up else whole.clone()
             else:
                 found[name] = whole.div_(divisor) if is_given_up else whole / divisor
-        return over.put_together(found, shape)
+        return over.marked(over.put_together(found, shape), self.plugins)
 
     def _power(self, part: Part, normaliser: float | None) -> float:
         if normaliser is None:

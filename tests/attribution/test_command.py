@@ -236,6 +236,10 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=said):
             call(*arguments)
+    no_model = ("score", tmp_path / "no", data, tmp_path / "no.jsonl")  # seen before the model
+    result = testing.CliRunner().invoke(app, [*map(str, no_model)])
+    assert result.exit_code == 2
+    assert "does not exist" in " ".join(result.output.replace("│", "").split())
     (tmp_path / "short.txt").write_text("cat")
     with pytest.raises(UsageError, match="no token to predict"):
         call("score", folder / "gpt2", data, tmp_path / "short.txt", "-m", "dot")
@@ -262,7 +266,8 @@ def test_backpack_finds_the_commands_of_others(tmp_path: Path) -> None:
         )
 
     assert "attribute" in run("--help").stdout
-    wrong = run("attribute", "query", str(tmp_path / "store"), "queries.txt")
+    (queries := tmp_path / "queries.txt").touch()
+    wrong = run("attribute", "query", str(tmp_path / "store"), str(queries))
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("backpack: There is no store at")
     broken = run("broken")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import backpack_core
 from backpack_core import backpack, disable, extend, prefer, quantities
 from backpack_core.errors import (
     BackpackError,
@@ -52,6 +53,10 @@ def test_class_instead_of_instance() -> None:
         backpack(BatchGrad)  # type: ignore[arg-type]
 
 
+def test_tools_may_ask_the_core_for_the_name_of_an_extension() -> None:
+    assert not hasattr(backpack_core, "KFAC")
+
+
 @pytest.mark.parametrize("wrong", ["BatchGrad", 1, None, nn.Linear(1, 1), int])
 def test_no_extension(wrong: Any) -> None:
     with pytest.raises(NotAnExtensionError, match=r"instances of backpack_core\.Extension"):
@@ -70,8 +75,8 @@ def test_extensions_in_a_list_and_a_sample_without_a_batch() -> None:
 
 
 def test_two_extensions_with_one_savefield() -> None:
-    with pytest.raises(UsageError, match=r"'grad_batch': give one of them another savefield"):
-        backpack(BatchGrad(), BatchGrad())
+    with pytest.raises(UsageError, match=r"^BatchGrad and Copy both save under 'grad_batch': give"):
+        backpack(BatchGrad(), type("Copy", (BatchGrad,), {})())
     backpack(BatchGrad(), BatchGrad(savefield="other"))
 
 

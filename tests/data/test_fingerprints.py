@@ -18,7 +18,7 @@ from backpack_core import Extension, LayerRule, backpack, extend, quantities
 from backpack_core.errors import UsageError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.testing.isolation import temporary_plugin
-from backpack_data import Quantities, accumulate
+from backpack_data import Quantities, accumulate, combined, unscale
 from backpack_firstorder import Projection
 from backpack_optimizers import EKFAC
 from backpack_privacy import make_private
@@ -178,6 +178,33 @@ def test_a_single_matrix(update: Any, tmp_path: Path) -> None:
     by_hand = diagonal_matrix(torch.ones(2, 3))
     assert not by_hand.order.plugins
     assert "plugins" not in by_hand.state_dict()
+
+
+def test_a_matrix_of_several_batches_can_be_saved_by_itself(tmp_path: Path, update: Any) -> None:
+    """Taken out of quantities, left by `combined`, or unscaled."""
+    model: Any = extend(nn.Sequential(nn.Linear(3, 4)).double())
+    lossfunc: Any = extend(nn.CrossEntropyLoss())
+    inputs, targets = torch.ones(2, 3).double(), torch.tensor([0, 1])
+    with combined(model, KFAC()):
+        lossfunc(model(inputs), targets).backward()
+    left = quantities(model)["0.weight"].kfac
+    with backpack(KFAC()):
+        (2.0 * lossfunc(model(inputs), targets)).backward()
+    unscale(model, [KFAC()], 2.0)
+    unscaled = quantities(model)["0.weight"].kfac
+    assert left.order.plugins == unscaled.order.plugins == fingerprint([model], [KFAC])
+
+    whole, place = found(), ("0.weight", "kfac")
+    whole.save(tmp_path / "found")
+    taken, read = whole[place], Quantities.load(tmp_path / "found")[place]
+    assert taken.order.plugins.items() <= read.order.plugins.items()
+    assert read.order.plugins == whole.plugins
+    assert (taken + read).order.plugins
+    saved = [matrix_from_state(matrix.state_dict()) for matrix in (taken, left, unscaled)]
+    update()
+    for matrix in (read, *saved):
+        with pytest.raises(UsageError, match=f"This matrix and the other one {DIFFERENT}"):
+            _ = matrix + found()[place]
 
 
 def test_states_of_optimizers(update: Any) -> None:

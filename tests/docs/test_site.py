@@ -174,7 +174,8 @@ def test_every_message_leads_to_its_entry() -> None:
 
 
 def test_the_command_prints_an_entry_and_knows_near_misses() -> None:
-    assert trouble("backpack_core.errors.SampleMixingError:").startswith("Samples of the batch")
+    found = trouble("backpack_core.errors.SampleMixingError:")
+    assert found.startswith("SampleMixingError\n\nSamples of the batch")
     assert "##" not in trouble("BackpackError")
     with pytest.raises(errors.UsageError, match="did you mean 'SampleMixingError'"):
         trouble("SampleMixError")

@@ -120,8 +120,10 @@ def test_expected_failures_must_name_a_check_of_the_case() -> None:
 
 
 def test_a_check_that_is_asked_for_must_exist() -> None:
-    with pytest.raises(UsageError, match="nonsense"):
-        check_case(case_of(Gain, GainRule), ["nonsense"])
+    with pytest.raises(
+        UsageError, match=r"has no check \['one_sampel'\]: did you mean 'one_sample'"
+    ):
+        check_case(case_of(Gain, GainRule), ["one_sampel"])
 
 
 def test_no_cases_and_wrong_cases_are_refused() -> None:
@@ -163,8 +165,8 @@ def test_losses_and_extensions_have_results_too() -> None:
         (lambda: ExtensionCase(BatchGrad, lambda r, name: r), "quantity is a Quantity"),
         (lambda: Quantity(lambda r, name: r, needs="curvatur"), "needs must be one of"),
         (lambda: Quantity(1), "takes a function of reference and name"),
-        (lambda: check_case(GainRule), "Checks are for a RuleCase"),
-        (lambda: check_case([case_of(Gain, GainRule)]), "Checks are for a RuleCase"),
+        (lambda: check_case(GainRule), "Checks take a RuleCase"),
+        (lambda: check_case([case_of(Gain, GainRule)]), "Checks take a RuleCase"),
     ],
 )
 def test_cases_that_are_none(make: Callable[[], object], said: str) -> None:

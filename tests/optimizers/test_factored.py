@@ -428,6 +428,7 @@ class TestRefusals:
         [
             ({"metod": "adam"}, "did you mean 'method'"),
             ({"damping": 0.1}, "one for all groups"),
+            ({"dampng": 0.1}, "did you mean 'damping'"),
             ({"inverses_every": 2}, "one for all groups"),
             ({"split": "exact"}, "one for all groups"),
             ({"maximize": True}, "'maximize' is a setting of optimizers of torch"),

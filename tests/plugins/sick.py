@@ -191,6 +191,18 @@ SICK = {
     "no entry points": Sick(
         ({"name": "backpack-plugin-sick"},), "declares no plugin", "project.entry-points.backpack"
     ),
+    "another group": Sick(
+        one(NORM, group="backpacks"),
+        "it has no entry points in [backpack], but in [backpacks]",
+        "Authors: name it in [project.entry-points.backpack]",
+    ),
+    "requires what is absent": Sick(
+        one(NORM, requires=("torch>=99", "absent; extra == 'x'", "absent; sys_platform == 'x'")),
+        "it requires torch>=99, and 2.",
+        "pip install 'torch>=99'.",
+        severity="warning",
+        who="backpack-plugin-sick 0.1",
+    ),
     "no metadata": Sick(
         one(NORM, metadata=False), "no metadata", "force-reinstall", who="backpack-plugin-sick"
     ),

@@ -106,7 +106,7 @@ def test_what_the_run_refuses_is_not_promised() -> None:
         (
             lambda: table_of_rules(("KFACC",)),
             UsageError,
-            "KFACC' is installed: did you mean 'KFAC'?",
+            "extension 'KFACC': did you mean 'KFAC'?",
         ),
         (lambda: explained("nets_to_explain:make", ("Kfac",)), UsageError, "did you mean 'KFAC'?"),
         (lambda: unregister("Nobody"), PluginError, "No plugin named 'Nobody'"),
@@ -212,7 +212,7 @@ def test_forty_columns(arguments: tuple[str, ...]) -> None:
 )
 def test_trouble_in_any_case(name: str) -> None:
     text = invoke("trouble", name)
-    assert text.startswith("Samples of the batch influence each other")
+    assert text.startswith("SampleMixingError\n\nSamples of the batch influence each other")
     assert "    with backpack(BatchGrad()):\n" in text
 
 
@@ -221,7 +221,9 @@ def test_trouble_in_any_case(name: str) -> None:
 )
 def test_trouble_with_an_attribute(said: str) -> None:
     text = invoke("trouble", said)
-    assert text.startswith("The attribute exists only after a backward pass")
+    title, _, entry = text.split("\n", 2)
+    assert title == "'Parameter' object has no attribute 'grad_batch'"
+    assert entry.startswith("The attribute exists only after a backward pass")
     assert "\n2. Another field." in text
 
 
@@ -281,7 +283,8 @@ def test_the_plan_of_a_pass_is_shown() -> None:
 
 def test_without_data_there_is_no_plan() -> None:
     result = CliRunner().invoke(app, ["explain", "nets_to_explain:norm", "-e", "BatchGrad"])
-    assert "There is no plan of a backward pass" in result.output
+    text = "The steps of a pass follow if the factory returns a model, a loss, inputs and a target."
+    assert text in " ".join(result.output.split())
 
 
 def test_what_is_not_counted_is_explained() -> None:

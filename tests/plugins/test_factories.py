@@ -103,7 +103,7 @@ def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen in (("BatchGrad",), ()):
         with pytest.raises(UsageError) as caught:
             classes(chosen)
-        assert "'BatchGrad' is installed. Installed: none. backpack-pl" in str(caught.value)
+        assert "extension 'BatchGrad'. Loaded: none. backpack-plugin" in str(caught.value)
         assert "but is blocked: check BACKPACK_LOAD_PLUGINS" in str(caught.value)
 
 
@@ -135,7 +135,7 @@ def test_a_path_that_does_not_exist_is_said_at_once(arguments: tuple[str, ...]) 
     ids=["attribute", "words"],
 )
 def test_the_entry_that_has_most_of_the_words(said: str, begins: str) -> None:
-    assert trouble(said).startswith(begins)
+    assert begins in trouble(said)
 
 
 def test_no_word_of_a_table_is_broken() -> None:
@@ -151,4 +151,4 @@ def test_a_long_reason_is_said_once() -> None:
     result = CliRunner().invoke(app, ["explain", "nets_of_factories:own", "-e", "KFRA"])
     text = " ".join(result.output.split())
     assert text.count("freeze the parameter") == 1
-    assert text.count("as above") == 4
+    assert text.count("see 1") == 5

@@ -14,9 +14,10 @@ from backpack_checks import providers
 from backpack_core import backpack, discovery, extend
 from backpack_core.cli import provides
 from backpack_core.cli.inspection import report
-from backpack_core.errors import AutodiffFallbackWarning, MissingPluginError
+from backpack_core.errors import AutodiffFallbackWarning, MissingPluginError, UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded, known_plugins
+from backpack_core.testing import RuleCase, check_case
 from tests.distributions import FakeDistribution
 
 ROTTEN = "raise ValueError('rotten')"
@@ -109,6 +110,22 @@ def test_a_class_that_computes_something_else_is_told_apart() -> None:
     text = "has a layer rule for Linear, but it is not used for a class .* that computes something"
     with pytest.warns(AutodiffFallbackWarning, match=text):
         ask(Doubled(3, 3))
+
+
+def test_a_rule_that_is_declared_and_not_registered_is_told(
+    scaled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The author misspelt the class in ``module_types``."""
+    scaled.write_text(RULE.replace(NAME, f"{NAME}d"))
+    text = (
+        r"backpack-plugin-other 0\.1 declares a layer rule for Scaled, but has none: `backpack doc"
+    )
+    with pytest.warns(AutodiffFallbackWarning, match=text):
+        ask(Scaled())
+    with pytest.raises(
+        UsageError, match=r"No rule speaks for Scaled: .* 0\.1 declares a layer rule"
+    ):
+        check_case(RuleCase(Scaled, lambda n: torch.randn(n, 3)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"Fancy": 1}', "\x00"])

@@ -88,6 +88,11 @@ def test_what_is_refused(blocks: BlockDiagonal) -> None:
     problem = make("mlp", 2)
     with pytest.raises(UsageError, match=r"'0.weight' has no 'kfac'"):
         BlockDiagonal.of(problem.model, "kfac")
+    vars(problem.model[0].weight)["kfac"] = None
+    with pytest.raises(UsageError, match=r"'0.weight' has no 'kfca': did you mean 'kfac'\?"):
+        BlockDiagonal.of(problem.model, "kfca")
+    with pytest.raises(KeyError, match=r"There is no '0.wieght': did you mean '0.weight'\?"):
+        _ = blocks["0.wieght"]
     with pytest.raises(UsageError, match="at least one block"):
         BlockDiagonal({})
     names = [*blocks]

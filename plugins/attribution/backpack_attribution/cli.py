@@ -21,8 +21,14 @@ app = typer.Typer(
 )
 
 Model = Annotated[Path, typer.Argument(help="Folder of a causal model of transformers.")]
-Data = Annotated[Path, typer.Argument(help="Training texts: .jsonl, .json, .csv, .txt, datasets.")]
-Queries = Annotated[Path, typer.Argument(help="Texts to explain, in one of the same forms.")]
+# Paths that do not exist are told before the model is read, which may take minutes.
+Data = Annotated[
+    Path,
+    typer.Argument(exists=True, help="Training texts: .jsonl, .json, .csv, .txt, datasets."),
+]
+Queries = Annotated[
+    Path, typer.Argument(exists=True, help="Texts to explain, in one of the same forms.")
+]
 Store = Annotated[Path, typer.Argument(help="Folder of the store.")]
 Text = Annotated[str, typer.Option("--text", help="Field with the text, or the completion.")]
 Prompt = Annotated[

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from backpack_core.discovery import Plugin, declared_by, our_plugins
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
+from backpack_core.plugins.registry import registry
 from backpack_core.preferences import canonical, qualified_name
 
 
@@ -59,6 +60,9 @@ def _why_not(provider: Provider) -> str:
         return f"{provider.distribution} has {what}: pip install {provider.distribution}."
     if plugin.state == "loaded" and not package:
         return ""
+    registered = map(qualified_name, registry.rules)
+    if plugin.state == "loaded" and qualified_name(provider.name) not in registered:
+        return f"{plugin.provenance} declares {what}, but has none: `backpack doctor` says more."
     if plugin.state == "loaded":
         return (
             f"{plugin.provenance} has {what}, but it is not used for a class or an object that "

@@ -107,7 +107,7 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
     """The index that chooses samples of a term, from any index of a user; a number chooses one.
 
     Raises:
-        IndexError: No sample has this number, or the index has several axes or is no number.
+        IndexError: No sample has this number, or the index has several axes or is not a number.
     """
     if isinstance(index, slice):
         if index.step is None or index.step > 0:

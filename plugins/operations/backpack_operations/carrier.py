@@ -142,7 +142,7 @@ def carrier_of(group: Group, view: View) -> Carrier | None:
     """The carrier of a group with overrides at a call; ``None`` if the layer rule answers.
 
     Raises:
-        PluginError: What was made is no carrier.
+        PluginError: What was made is not a carrier.
     """
     extension = group.extensions[0]
     found = override(extension, view.call.module)

@@ -162,7 +162,7 @@ def _as_pairs(propagator: Propagator, node: Node, crossed: Any) -> Sent:
     """What a propagator returned for a node, if it is right.
 
     Raises:
-        ShapeError: It is no list of pairs, or names a position that the node does not have.
+        ShapeError: It is not a list of pairs, or names a position that the node does not have.
     """
     number = len(node.next_functions)
     try:

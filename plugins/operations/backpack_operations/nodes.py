@@ -334,7 +334,7 @@ def data_of(node: Node) -> tuple[Tensor | None, int]:
     operation, data = operation_of(node), None
     edges = dict(enumerate(node.next_functions))
     for position, name in _FACTORS_SAVED.get(operation, {}).items():
-        if edges.get(position, (node, 0))[0] is None:  # a number is no operand
+        if edges.get(position, (node, 0))[0] is None:  # a number is not an operand
             return getattr(node, f"_saved_{name}", None), position
     if operation in INDEXED:
         data = picks[0] if len(picks := picks_of(node)) == 1 else None

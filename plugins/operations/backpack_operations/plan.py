@@ -55,7 +55,7 @@ class Step(NamedTuple):
             whom = [str(number) if number else "operations" for number in self.to]
             way = "through its operations" if self.is_opened else "by its rule"
             done.append(f"send to {', '.join(whom)} {way}")
-        return "; ".join(done) or "let go"
+        return "; ".join(done) or "free what it stored"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from backpack_operations.received import ModelInput
 def lists(run: Run, depth: int) -> list[list[ModelInput]]:
     """The lists among the arguments of a run whose items' paths differ at one depth.
 
-    A list may have one item, but a single argument is no list.
+    A list may have one item, but a single argument is not a list.
     """
     by_other = defaultdict[tuple[int, ...], list[ModelInput]](list)
     for given in run.inputs if not run.axis else ():

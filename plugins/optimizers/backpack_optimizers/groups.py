@@ -172,10 +172,12 @@ class GroupedOptimizer(Optimizer):
             )
         others = {*_settings_of(type(self))} - {*self.defaults, "params"}
         for name in {*group} - {*self.defaults, "params"}:
-            near = get_close_matches(name, self.defaults, 1, _NEAR)
+            near = get_close_matches(name, (*self.defaults, *others), 1, _NEAR)
             near += [own for own in self.defaults if own == f"adam_{name}"]  # as AdamW has it
             if near or name in others:
-                meant = f"did you mean {near[0]!r}?" if near else "it is one for all groups."
+                meant = (
+                    "it is one for all groups." if name in others else f"did you mean {near[0]!r}?"
+                )
                 raise UsageError(
                     f"{name!r} is not a setting of a group of {type(self).__name__}: {meant} "
                     f"Settings of a group are {', '.join(self.defaults)}."

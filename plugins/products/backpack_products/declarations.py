@@ -130,7 +130,7 @@ def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
     if name in _ITEMS:
         what, accepts = _ITEMS[name]
         wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]
-        one = value.__name__ if isinstance(value, type) else repr(value)
+        one = getattr(value, "__name__", repr(value))  # of a class or an operation
         if isinstance(value, tuple) and wrong:
             yield f"{name} must be a tuple of {what}. Got {value!r}, with {wrong[0]!r}"
         elif wrong:

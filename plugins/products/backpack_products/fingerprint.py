@@ -23,7 +23,7 @@ from torch.nn import Module
 from backpack_core import Extension
 from backpack_core.cli.certificate import digest, version_of
 from backpack_core.discovery import home_of
-from backpack_core.errors import UsageError
+from backpack_core.errors import UsageError, nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
 from backpack_products.overrides import override
@@ -197,10 +197,10 @@ def same_name(name: str, known: Iterable[str]) -> str:
     Raises:
         KeyError: There is none.
     """
-    for other in known:
+    for other in (names := [*known]):
         if other.replace(_COMPILED, "") == name.replace(_COMPILED, ""):
             return other
-    raise KeyError(name)
+    raise KeyError(f"There is no {name!r}{nearest(name, names) or '.'}")
 
 
 def fingerprint_of(results: object) -> Fingerprint:

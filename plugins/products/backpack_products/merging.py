@@ -75,6 +75,14 @@ class OverBatches:
         """The value of a parameter with a shape, from its tensors."""
         return tensors[""]
 
+    def plugins_of(self, value: Any) -> Mapping[str, str]:
+        """The fingerprint that a value holds; empty if it holds none."""
+        return {}
+
+    def marked(self, value: Any, plugins: Mapping[str, str]) -> Any:
+        """A value of :meth:`put_together` with a fingerprint, if it can hold one."""
+        return value
+
     def reader(self, extension: Extension) -> Extension:
         """The extension to run instead, if the values of this one lack what combining needs."""
         return extension

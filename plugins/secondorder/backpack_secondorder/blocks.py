@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.errors import UsageError
+from backpack_core.errors import UsageError, nearest
 from backpack_core.plugins.registry import registry
 from backpack_products.fingerprint import (
     Marked,
@@ -85,9 +85,10 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 if not hasattr(parameter, field):
+                    near = nearest(field, vars(parameter)) or "."
                     raise UsageError(
-                        f"The parameter {name!r} has no {field!r}: run a backward pass with the "
-                        "extension that stores it, or freeze the parameter."
+                        f"The parameter {name!r} has no {field!r}{near} Run a backward pass with "
+                        "the extension that stores it, or freeze the parameter."
                     )
                 blocks[name] = getattr(parameter, field)
         kinds = [c.value for claims in registry.extensions.values() for c in claims]

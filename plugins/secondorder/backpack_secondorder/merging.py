@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ class OfMatrix(OverBatches):
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> CurvatureMatrix:
         """The matrix from its tensors."""
         return matrix_from_state({**tensors, _SHAPE: torch.tensor(shape, dtype=torch.int64)})
+
+    def plugins_of(self, value: CurvatureMatrix) -> Mapping[str, str]:
+        """Those of the rule that returned the product."""
+        return value.order.plugins
+
+    def marked(self, value: CurvatureMatrix, plugins: Mapping[str, str]) -> CurvatureMatrix:
+        """The same matrix, as if it had been saved with the fingerprint and loaded."""
+        if not value.order.plugins:
+            value.order = replace(value.order, saved=dict(plugins))
+        return value
 
 
 class OfFactors(OfMatrix):
