@@ -507,8 +507,22 @@ FOUND["items-beside-an-expanded-parameter"] = Recipe(
     (Request("SumGradSquared"), Request("BatchGrad")),
     Plan(),
 )
+# A table with a row for each step, and as many steps as samples.
+FOUND["as-many-angles-as-samples"] = Recipe(
+    8102103,
+    4,
+    {"x0": Source((4, 2))},
+    (
+        Step("Uses", ("x0",), ("v0",), {"name": "rotated", "sequence": True}, "p0"),
+        Step("MergedHead", ("v0",), ("v4",), {"merge": "behind", "out": 1, "bias": False}, "h4"),
+    ),
+    (Term("v4", "MSE", {"reduction": "sum"}),),
+    (Request("BatchGrad"),),
+    Plan(),
+)
 # Nets of which a refusal would be a step back.
 EXACT = {"chunks-of-items", "picked-beside-a-checkpoint", "items-beside-an-expanded-parameter"}
+EXACT |= {"as-many-angles-as-samples"}
 
 
 @pytest.fixture(autouse=True)

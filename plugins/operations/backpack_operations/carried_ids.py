@@ -156,7 +156,9 @@ class CarriedIds:
         self, node: Node, output_nr: int, operand_ids: OperandIds
     ) -> SampleIds | None:
         """The ids at an output of a node that does not belong to a call."""
-        if not operand_ids and (ids := self.of_entry(node)) is not None:
+        overruled = self._overruled(node, output_nr, operand_ids)
+        is_entry = len(overruled) == len(operand_ids)
+        if is_entry and (ids := self.of_entry(node)) is not None:
             self._guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
         rows, is_readable = self._input_rows, self._survey.may_read(node)
@@ -166,7 +168,7 @@ class CarriedIds:
         unknown = {i: node.next_functions[i][0] for i, ids in operand_ids.items() if ids is None}
         is_constant = self._origins.of_constants
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
-        beside |= self._overruled(node, output_nr, operand_ids)
+        beside |= overruled
         if self._meet(node, output_nr, operand_ids):
             return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
@@ -179,15 +181,18 @@ class CarriedIds:
     def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
         """Operands whose ids only lengths tell, where others with as many rows know them.
 
-        A state of zeros is in no order: it goes with rows that were sorted.
+        A state of zeros is in no order: it goes with rows that were sorted. A table of angles, one
+        for each step, is broadcast behind the axis of the samples.
         """
         known = {i: ids for i, ids in operand_ids.items() if ids is not None}
         guessed = {i: ids for i, ids in known.items() if node.next_functions[i] in self._guessed}
         told = [ids.shape for i, ids in known.items() if i not in guessed]
         if guessed and not told:
             self._guessed.add((node, output_nr))
-        is_alike = nodes.operation_of(node) in nodes.ELEMENTWISE
-        return {i for i, ids in guessed.items() if is_alike and ids.shape in told}
+        if nodes.operation_of(node) not in nodes.ELEMENTWISE:
+            return set()
+        count = len(nodes.lengths_of(node, output_nr))
+        return {i for i, ids in guessed.items() if ids.shape in told or ids.dim() < count}
 
     def _meet(self, node: Node, output_nr: int, operand_ids: OperandIds) -> bool:
         """Whether a sum of single entries, as of losses in a loop, has those of several samples."""
