@@ -520,9 +520,23 @@ FOUND["as-many-angles-as-samples"] = Recipe(
     (Request("BatchGrad"),),
     Plan(),
 )
+# Two arguments are no two samples, although the loss has two rows of the only one.
+FOUND["two-arguments-and-one-sample"] = Recipe(
+    9103101,
+    1,
+    {"x0": Source((4, 2)), "x1": Source((4, 2))},
+    (
+        Step("Halves", ("x0",), ("v1", "v1b"), {}, "p1"),
+        Step("Dense", ("v1",), ("v6",), {"out": 1, "frozen": "all"}, "p6"),
+        Step("MergedHead", ("v6",), ("v7",), {"merge": "view", "out": 1, "bias": False}, "head7"),
+    ),
+    (Term("v7", "MSE", {"reduction": "sum"}),),
+    (Request("BatchGrad"),),
+    Plan(),
+)
 # Nets of which a refusal would be a step back.
 EXACT = {"chunks-of-items", "picked-beside-a-checkpoint", "items-beside-an-expanded-parameter"}
-EXACT |= {"as-many-angles-as-samples"}
+EXACT |= {"as-many-angles-as-samples", "two-arguments-and-one-sample"}
 
 
 @pytest.fixture(autouse=True)

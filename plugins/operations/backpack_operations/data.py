@@ -203,6 +203,8 @@ class _Data:
         self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
         # Lists of tensors with one sample each.
         self._samples, self._lists = samples, list[list[ModelInput]]()
+        # Lengths say nothing of several arguments, which seldom are samples: model(x, mask).
+        self._are_in_list = items is not None or bool(depth)
         by_path = dict[tuple[int, ...], Tensor]()
         if items is not None and len(items) == len(run.inputs):
             self._lists = joinable(run)
@@ -225,7 +227,7 @@ class _Data:
             ids = self._of_copy()
             ids = self._of_joined() if ids is None else ids
             ids = self._of_rows() if ids is None else ids
-        return self._of_lengths() if ids is None and self._lists else ids
+        return self._of_lengths() if ids is None and self._are_in_list else ids
 
     def _of_item(self) -> SampleIds | None:
         """The ids of a view of one tensor of a list, or of another argument."""

@@ -116,12 +116,15 @@ def _assume(survey: GraphSurvey, samples: int, depth: int | None) -> None:
 
 
 def _is_possible(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:
-    """Whether modules received data of every sample under a reading, if that is known."""
+    """Whether modules received data of every sample under a reading, if that is known.
+
+    Of several arguments it must be known, since they seldom are samples: ``model(x, mask)``.
+    """
     _assume(survey, samples, depth)
     carried = CarriedIds(survey)
     known = [ids for call in fresh if (ids := carried.of_input(call)) is not None]
     if not known or len(known) < len(fresh):
-        return True
+        return bool(depth)
     received = torch.cat([*map(torch.flatten, known)]).unique()
     return torch.arange(samples, device="cpu").equal(received)
 
