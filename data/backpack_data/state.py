@@ -158,7 +158,7 @@ class State:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the value is a plain sum, in which batches that do not reach it need not take part."""
+        """Whether the value is a plain sum, which batches without it leave as it is."""
         over = declaration(self.extension)
         return all(over.part(name).way == "sum" for name in self.tensors)
 
