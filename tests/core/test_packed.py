@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from tests.cases import Net
 
@@ -101,3 +103,69 @@ def test_a_state_of_zeros_goes_with_sorted_rows() -> None:
         net(x, lengths).square().sum().backward()
     for p, each in zip(parameters, zip(*rows, strict=True), strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(each))
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4, 4, 4], [2, 4, 1, 3, 3]])
+@pytest.mark.parametrize("index", [[0, 1, 2, 3, 4], [0, 0, 1, 2, 1], [1, 0, 2, 4, 3]])
+@pytest.mark.parametrize("read", READ)
+def test_several_sequences_of_one_sample(read: str, index: list[int], lengths: list[int]) -> None:
+    """An index says which sequences belong to one sample; packing and padding move its rows."""
+    if read == "both directions" and len({*lengths}) > 1 and index != [*range(5)]:
+        read = "mean"  # backwards, states of zeros join the rows: their samples are not known
+    two = read == "both directions"
+    net: Any = Net(classify, embed=nn.Linear(2, 3), recurrent=nn.GRU(3, 2, batch_first=True,
+                   bidirectional=two), head=nn.Linear(4 if two else 2, 2)).double()  # fmt: skip
+    net.read, net.is_raw = read, False
+    x, y = torch.randn(len(lengths), 4, 2).double(), torch.randint(2, (len(lengths),))
+    lossfunc, parameters = nn.CrossEntropyLoss(reduction="sum"), list(net.parameters())
+    expected = [torch.zeros(max(index) + 1, *p.shape).double() for p in parameters]
+    for n, length in enumerate(lengths):
+        loss = lossfunc(net(x[n : n + 1, :length], [length]), y[n : n + 1])
+        for rows, gradient in zip(expected, torch.autograd.grad(loss, parameters), strict=True):
+            rows[index[n]] += gradient
+    extend(net), extend(lossfunc)
+    with backpack(BatchGrad(), samples=torch.tensor(index)):
+        lossfunc(net(x, lengths), y).backward()
+    for p, rows in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
+
+
+def _sliced(change: str, x: Tensor, net: Any) -> Tensor:
+    """Rows that an operation in place changes, through a view."""
+    hidden, out = torch.tanh(net.embed(x)), torch.zeros(4, 3, dtype=x.dtype)
+    if change == "copied in another order":
+        for n in range(4):
+            out[n] = hidden[3 - n]
+    elif change == "subtracted":
+        out = hidden.clone()
+        out[:2].sub_(hidden[2:])
+    else:
+        out = hidden.clone()
+        out[1:3].mul_(-1)
+    result: Tensor = net.head(out)
+    return result
+
+
+@pytest.mark.parametrize("change", ["copied in another order", "subtracted", "turned"])
+def test_rows_written_in_place_through_views(change: str) -> None:
+    """Entries that are copied are followed; where two samples meet, none is, but for an error."""
+    net: Any = Net(lambda net, x: _sliced(change, x, net), embed=nn.Linear(2, 3),
+                   head=nn.Linear(3, 2)).double()  # fmt: skip
+    x, y, index = torch.randn(4, 2).double(), torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 1, 2])
+    lossfunc, parameters = nn.CrossEntropyLoss(reduction="none"), list(net.parameters())
+    losses = lossfunc(net(x), y)
+    # The sample of each loss.
+    owners = index.flip(0) if change == "copied in another order" else index
+    expected = [torch.zeros(3, *p.shape).double() for p in parameters]
+    for loss, owner in zip(losses, owners.tolist(), strict=True):
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        for rows, gradient in zip(expected, gradients, strict=True):
+            rows[owner] += gradient
+    extend(net), extend(total := nn.CrossEntropyLoss(reduction="sum"))
+    loss = total(net(x), y)
+    is_mixed = change == "subtracted"
+    refused = pytest.raises(SampleMixingError) if is_mixed else nullcontext()
+    with refused, backpack(BatchGrad(), samples=index):
+        loss.backward()
+    for p, rows in zip(parameters, expected, strict=True) if not is_mixed else ():
+        torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
