@@ -204,6 +204,7 @@ def shortened(ids: Tensor, rows: Tensor, is_whole: bool = True) -> SampleIds:
             sample are other samples' as well, unless another axis has the samples in order.
     """
     axes = range(ids.dim()) if bool((ids < 0).any()) else ()
+    is_whole |= bool(axes) and bool((rows == rows[:1]).all())  # there are no other samples
     for axis, length in enumerate(ids.shape):
         first = ids.amax(axis, keepdim=True) if length > 1 else ids
         in_order = [other for other in axes if _is_in_order(ids, other, rows)]
