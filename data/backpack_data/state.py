@@ -158,6 +158,36 @@ class State:
             self.normaliser += other.normaliser
         self.samples += other.samples
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether the value is a plain sum, which batches without it leave as it is."""
+        over = declaration(self.extension)
+        return all(over.part(name).way == "sum" for name in self.tensors)
+
+    @property
+    def counts_unreached(self) -> bool:
+        """Whether the value of samples that do not reach the parameter is known to be zero.
+
+        If an extension may leave parameters out (``fail_mode``), a missing value says nothing.
+        """
+        parts = [(declaration(self.extension).part(name), t) for name, t in self.tensors.items()]
+        return self.extension.fail_mode in ("error", "autodiff") and all(
+            part.counts_unreached
+            or part.way == "sum"
+            or (part.way == "concatenate" and sum(t.shape[part.axis] for t in ts) == self.samples)
+            for part, ts in parts
+        )
+
+    def of_unreached(self, samples: int) -> State:
+        """The state of so many samples that do not reach the parameter, in the form of this one."""
+        over, tensors = declaration(self.extension), dict[str, list[Tensor]]()
+        for name, (tensor, *_) in self.tensors.items():
+            shape, part = [*tensor.shape], over.part(name)
+            if part.way == "concatenate":
+                shape[part.axis] = samples
+            tensors[name] = [tensor.new_zeros(shape)]
+        return State(self.extension, tensors, None if self.normaliser is None else 0.0, samples)
+
     def value(self, shape: torch.Size, is_given_up: bool = False) -> Any:
         """The value for all samples.
 

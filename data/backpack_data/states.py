@@ -16,7 +16,6 @@ from backpack_data import files
 from backpack_data.shards import carriers, in_dtype_of
 from backpack_data.state import State
 from backpack_data.weights import Weights, joint, require_proportional
-from backpack_products.merging import declaration
 
 Place = tuple[str, str]  # path of a parameter, field
 
@@ -29,11 +28,12 @@ class States:
         extensions: The extensions that ran on each batch.
         shapes: Shapes of the parameters, by path.
         table: States, by path and field.
-        seen: How many batches had a value at a path and field.
+        seen: How many batches had a value at a path and field, or are known to have zeros there.
         batches: How many batches there were.
         normaliser: What the loss of all of them divides by; ``None`` for a sum.
         ratios: Normalisers of several losses, divided by the first one's.
         trained: Paths of the parameters that were trained in these batches; empty before the first.
+        samples: How many samples took part in them, by field.
     """
 
     extensions: tuple[Extension, ...]
@@ -44,6 +44,7 @@ class States:
     normaliser: float | None = None
     ratios: tuple[float, ...] = ()
     trained: frozenset[str] = frozenset()
+    samples: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def over(cls, model: Module, extensions: Sequence[Extension]) -> States:
@@ -91,6 +92,8 @@ class States:
                     for key, (tensor,) in state.tensors.items():
                         state.tensors[key] = [in_dtype_of(parameter, tensor)]
                     new[place] = state
+        counts = {e.savefield: weights.samples(e.subsampling) for e in self.extensions}
+        self._add_unreached(new, counts)
         for place in new.keys() & self.table.keys():
             self.table[place].require_fit(new[place])
         for place, state in new.items():
@@ -102,6 +105,23 @@ class States:
         self.batches, self.ratios, self.trained = self.batches + 1, ratios, trained
         if normaliser is not None:
             self.normaliser = (self.normaliser or 0.0) + normaliser
+        self.samples = {name: self.samples.get(name, 0) + n for name, n in counts.items()}
+
+    def _add_unreached(self, new: dict[Place, State], counts: Mapping[str, int]) -> None:
+        """Add zeros for batches that do not reach a parameter, as an expert without a token.
+
+        Args:
+            new: The states of a batch; completed.
+            counts: How many samples it has, by field.
+        """
+        for place, state in self.table.items():
+            if place not in new and not state.is_sum and state.counts_unreached:
+                new[place] = state.of_unreached(counts[place[1]])
+        for place in [*new] if self.batches else ():
+            state = new[place]
+            if place not in self.table and not state.is_sum and state.counts_unreached:
+                self.table[place] = state.of_unreached(self.samples[place[1]])
+                self.seen[place] = self.batches
 
     def _require_alike(self, normaliser: float | None, ratios: tuple[float, ...]) -> None:
         if (normaliser is None) != (self.normaliser is None):
@@ -124,18 +144,16 @@ class States:
         """The values for all batches, as triples of path, extension and value.
 
         Raises:
-            UnsupportedError: A batch did not reach a parameter, and the value is not a sum, so it
-                needs all batches.
+            UnsupportedError: A batch did not reach a parameter, and the value is an average over
+                the samples that do.
         """
         by_field = {extension.savefield: extension for extension in self.extensions}
         for (path, name), state in self.table.items():
             extension = by_field[name]
-            over = declaration(extension)
-            is_sum = all(over.part(key).way == "sum" for key in state.tensors)
-            if self.seen[path, name] != self.batches and not is_sum:
+            if self.seen[path, name] != self.batches and not state.is_sum:
                 raise UnsupportedError(
                     f"{self.seen[path, name]} of {self.batches} batches reached the parameter "
-                    f"{path!r}, and its {name!r} is not a plain sum over samples: leave the "
+                    f"{path!r}, and its {name!r} is not known where it is not reached: leave the "
                     "extension out, or the parameter, with requires_grad_(False)."
                 )
             state.normaliser = self.normaliser
@@ -158,6 +176,7 @@ class States:
             "batches": self.batches,
             "normaliser": self.normaliser,
             "ratios": self.ratios,
+            "samples": self.samples,
             "places": [[*p, self.seen[p], s.samples, s.normaliser] for p, s in self.table.items()],
         }
 
@@ -168,7 +187,7 @@ class States:
         devices = {path: parameter.device for path, parameter in model.named_parameters()}
         by_field = {extension.savefield: extension for extension in self.extensions}
         self.batches, self.normaliser = numbers["batches"], numbers["normaliser"]
-        self.ratios = tuple(numbers["ratios"])
+        self.ratios, self.samples = tuple(numbers["ratios"]), dict(numbers["samples"])
         for path, name, seen, samples, normaliser in numbers["places"]:
             self.seen[path, name] = seen
             self.table[path, name] = State(by_field[name], {}, normaliser, samples)

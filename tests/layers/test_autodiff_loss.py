@@ -383,3 +383,22 @@ def test_functions_that_lack_a_second_derivative(
 
     with pytest.raises(UnsupportedError, match=r"backward\(\) cannot be differentiated"):
         run()
+
+
+@pytest.mark.parametrize("kind", [DiagHessian, DiagGGNExact, KFLR])
+def test_operations_that_lack_a_second_derivative(kind: Any) -> None:
+    """Torch has none of its CTC loss; quantities of first order do not need it."""
+
+    def ctc(x: Tensor, y: Tensor) -> Tensor:
+        log_p, lengths = x.view(4, 3, 1).expand(4, 3, 3).log_softmax(-1), torch.full((4,), 3)
+        ends = torch.ones(4, dtype=torch.long)
+        found = F.ctc_loss(log_p.transpose(0, 1), y[:, None], lengths, ends, reduction="none")
+        return found + x.sum(1)
+
+    model, lossfunc = extend(mlp()), extend(AutodiffLoss(ctc))
+    with backpack(BatchGrad()):
+        lossfunc(model(torch.randn(4, 3)), LABELS.clamp(min=1)).backward()
+    loss = lossfunc(model(torch.randn(4, 3)), LABELS.clamp(min=1))
+    refused = pytest.raises(UnsupportedError, match="no second derivative, which curvature needs")
+    with refused, backpack(kind()):
+        loss.backward()

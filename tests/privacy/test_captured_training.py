@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from backpack_capture import capture
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
-from backpack_privacy import AdaptiveClipping, Clipping
+from backpack_privacy import AdaptiveClipping, Clipping, make_private
 from backpack_privacy.captured import _Copies
 from tests.privacy.problems import difference, privately
 
@@ -118,6 +119,43 @@ def test_arguments_that_are_as_long_as_a_batch_by_chance() -> None:
     copies = _Copies()
     for rows in (4, 5):  # nothing is filled up
         assert copies.behind((x[:rows], weights), rows, rows)[1] is weights
+
+
+class _Bags(nn.Module):
+    """A sample is a bag of rows, which a layer weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, bags: Sequence[Tensor]) -> Tensor:
+        result: Tensor = self.last(torch.stack([self.first(b).tanh().sum(0) for b in bags]))
+        return result
+
+
+def _of_bags(is_captured: bool) -> nn.Module:
+    torch.manual_seed(0)
+    data: Any = [(torch.randn(1 + n % 4, 2).double(), torch.tensor(n % 2)) for n in range(9)]
+    model, lossfunc = _Bags().double(), nn.CrossEntropyLoss()
+    loader = DataLoader(
+        data,
+        batch_size=4,
+        collate_fn=lambda rows: ([bag for bag, _ in rows], torch.stack([y for _, y in rows])),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(
+        *(model, lossfunc, optimizer, loader), noise_multiplier=0.5, max_norm=0.5, seed=1
+    )
+    step = capture(lambda bags, y: lossfunc(model(bags), y), private)
+    for _ in range(EPOCHS):
+        for bags, y in private.loader:
+            step(bags, y) if is_captured else private.step(lossfunc(model(bags), y))
+    return model
+
+
+def test_lists_with_a_tensor_for_each_sample() -> None:
+    """They are not filled up; a bag that is as long as the batch keeps its rows."""
+    assert difference(_of_bags(True), _of_bags(False)) < 1e-12
 
 
 def same(ours: Any, right: Any, bound: float) -> None:

@@ -274,6 +274,10 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
         "too small for the precision of float32",
     ),
     "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "only noise"),
+    "an adapter that is not used, without noise": (
+        lambda: Loop(Unused(), noise_multiplier=0.0).each(well, 3),
+        "has not moved in 5 steps: no sample's loss depends on it",
+    ),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),
     "moved by something else": (lambda: Loop().each(pushed), "moved differently"),
     "another optimizer, later": (lambda: Loop().each(another_optimizer, 4), "between two steps"),

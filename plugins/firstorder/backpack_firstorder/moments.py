@@ -81,7 +81,8 @@ class _Separate(OverBatches):
     """Both moments as tensors that are averaged; the variance is formed at the end."""
 
     def __init__(self) -> None:
-        super().__init__({"mean": Part("mean", 1), "squares": Part("mean", 2)})
+        powers = {"mean": 1, "squares": 2}
+        super().__init__({n: Part("mean", d, counts_unreached=True) for n, d in powers.items()})
 
     def take_apart(self, value: Tensor) -> dict[str, Tensor]:
         """Split ``[2, *θ]`` into both moments."""

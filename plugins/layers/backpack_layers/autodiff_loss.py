@@ -326,7 +326,17 @@ def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:
     try:
         (found,) = torch.autograd.grad(gradient, x, mat, is_grads_batched=True, **options)
     except RuntimeError:  # the user's formula may hold what vmap cannot batch
-        found = torch.stack([torch.autograd.grad(gradient, x, row, **options)[0] for row in mat])
+        try:
+            rows = [torch.autograd.grad(gradient, x, row, **options)[0] for row in mat]
+        except RuntimeError as error:
+            if "derivative for" not in str(error):
+                raise
+            raise UnsupportedError(
+                "The function of an AutodiffLoss has no second derivative, which curvature needs "
+                f"({str(error).splitlines()[0]}). Write it with operations that have one, or leave "
+                "curvature out: gradients of samples and their norms do not need it."
+            ) from error
+        found = torch.stack(rows)
     product: Tensor = found
     return product
 

@@ -26,6 +26,7 @@ from backpack_operations.owners import Owners
 from backpack_operations.paths import inside
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.surveying import look_inside
+from backpack_operations.tensor_lists import is_packed
 
 
 def align(
@@ -55,6 +56,7 @@ def align(
     for key, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(key[0])
         is_other = size != survey.batch_size or _is_declared(survey, key[0])
+        is_other |= can_keep_apart and is_packed(key[0])  # as long as the batch by chance
         if key in alignment.faults:
             continue
         if is_other or is_moved:

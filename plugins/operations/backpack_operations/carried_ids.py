@@ -18,6 +18,7 @@ from backpack_core.graph import is_leaf
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.models import Run
 from backpack_operations import nodes, sample_ids
+from backpack_operations._torch import CopyNode
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import Note, of_data
 from backpack_operations.nodes import NodeOutput
@@ -25,6 +26,7 @@ from backpack_operations.of_weights import Origins
 from backpack_operations.received import memories_of_buffers
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
+from backpack_operations.tensor_lists import is_packed
 from backpack_products.substitutes import is_parameter
 from backpack_products.values import is_symbolic
 
@@ -173,7 +175,13 @@ class CarriedIds:
             return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
-        ids = sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+        ids = None
+        if self._survey.is_told and is_readable and _packs(node):
+            # Without an index, the walk takes rows as sorted, also where states of zeros join them.
+            ids = sample_ids.packed(node, output_nr, telling, rows)
+            note()
+        if ids is None:
+            ids = sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
         is_told = is_readable or nodes.is_told_by_settings(type(node))
         self._survey.is_unread |= ids is None and not is_told and any_known(telling)
         return ids
@@ -220,13 +228,16 @@ class CarriedIds:
         node, output_nr = output
         if not self._survey.is_told or nodes.is_stack_of_numbers(node):
             return ids
-        if ids is not None and ids.numel() > 1 and bool((ids >= 0).all()):
+        is_copied = type(node) is CopyNode  # more rows may be written later
+        if ids is not None and ids.numel() > 1 and (is_copied or bool((ids >= 0).all())):
             return ids
         shape = nodes.lengths_of(node, output_nr)
         rows = None if self._has_own_rows(node) else self.told_rows(shape)
         if rows is None:
             return ids
         self._assumed.add(output)
+        # A constant with as many rows, as a state of zeros, goes with rows that it meets.
+        self._guessed |= set() if self.operands(output) else {output}
         return along(rows, 0, shape)
 
     def _has_own_rows(self, node: Node) -> bool:
@@ -262,6 +273,7 @@ class CarriedIds:
         child, output_nr = operand
         shape, survey = () if child is None else nodes.lengths_of(child, output_nr), self._survey
         is_other = survey.is_declared or survey.is_told or survey.depth is not None
+        is_other = is_other or any(is_packed(call) for call, _ in survey.received)
         # While samples are still being counted, nothing is assumed.
         if is_other or not shape or not survey.alignment.batch_size:
             return None
@@ -401,6 +413,11 @@ class CarriedIds:
         if not is_clear or self._survey.depth is not None:
             return None
         return along(rows, axis, shape) if shape[axis : axis + 1] == (len(rows),) else None
+
+
+def _packs(node: Node) -> bool:
+    """Whether an operation packs sequences, or may pad them: it writes steps into a tensor."""
+    return type(node) is CopyNode or nodes.operation_of(node) == "PackPaddedSequence"
 
 
 def any_known(operand_ids: OperandIds) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_operations import nodes
-from backpack_operations._torch import metadata_of
+from backpack_operations._torch import CopyNode, metadata_of
 from backpack_operations.bridge import push
 from backpack_operations.codes import codes
 from backpack_operations.own_pass import beside_pass
@@ -119,6 +119,25 @@ def through_node(
     return _depending(node, output_nr, known, rows)
 
 
+def packed(node: Node, output_nr: int, operand_ids: OperandIds, rows: Tensor) -> SampleIds | None:
+    """The ids where sequences are packed, or steps written into a larger tensor, as in padding.
+
+    Args:
+        node: The operation. In place, it may be any: ``None`` if it does more than copy entries.
+        output_nr: Which of its outputs.
+        operand_ids: The ids at its operands.
+        rows: The sample of each row that the model received.
+    """
+    known = {position: ids for position, ids in operand_ids.items() if ids is not None}
+    if not known or len(known) < len(operand_ids):
+        return None
+    for i, ids in known.items() if type(node) is CopyNode else ():
+        (ones,) = _pushed(node, output_nr, {i: ids}, [torch.ones_like])
+        if bool(((ones != 0) & (ones != 1)).any()):
+            return None
+    return _through_linear(node, output_nr, known, rows)
+
+
 def _operand_shape(node: Node, position: int) -> Shape:
     child, output_nr = node.next_functions[position]
     return () if child is None else nodes.lengths_of(child, output_nr)
@@ -149,8 +168,10 @@ def _is_beside_constants(node: Node, known: dict[int, SampleIds]) -> bool:
 
     A recurrent net that goes backwards through sequences of several lengths does so: it begins with
     the longest, and the others join with their first state. If several rows of a sample are joined
-    with constants, they are a padded sequence.
+    with constants, they are a padded sequence. A row may also be written into constants in place.
     """
+    if type(node) is CopyNode and node.next_functions[0][0] is None:
+        return bool(known) and _are_of_one(known.values())
     if nodes.operation_of(node) != "Cat" or not 0 < len(known) < len(node.next_functions):
         return False
     shapes = [_operand_shape(node, position) for position in known]
@@ -183,6 +204,7 @@ def shortened(ids: Tensor, rows: Tensor, is_whole: bool = True) -> SampleIds:
             sample are other samples' as well, unless another axis has the samples in order.
     """
     axes = range(ids.dim()) if bool((ids < 0).any()) else ()
+    is_whole |= bool(axes) and bool((rows == rows[:1]).all())  # there are no other samples
     for axis, length in enumerate(ids.shape):
         first = ids.amax(axis, keepdim=True) if length > 1 else ids
         in_order = [other for other in axes if _is_in_order(ids, other, rows)]

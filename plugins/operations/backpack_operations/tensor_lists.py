@@ -61,7 +61,8 @@ def can_join(items: list[ModelInput]) -> bool:
 
 def is_packed(call: Call) -> bool:
     """Whether a module received packed sequences, which say by themselves where samples are."""
-    return any(isinstance(given, PackedSequence) for given in call.stored.args)
+    given = () if call.is_released else call.stored.args
+    return any(isinstance(each, PackedSequence) for each in given)
 
 
 def is_given(call: Call) -> bool:

@@ -131,7 +131,9 @@ class CapturedSteps:
             begun = private._pass
             assert isinstance(begun, CapturedPass)
             rows = begun.rows
-            size = self._size(rows)
+            # A list with an item for each sample would have to grow, too.
+            is_listed = any(_has_list(value, rows) for value in (*args, *kwargs.values()))
+            size = rows if is_listed else self._size(rows)
             args, kwargs = self._copies.behind((args, kwargs), rows, size)
             bounds = torch.tensor([*private.clipping.bounds.values()], dtype=torch.float64)
             real = torch.arange(size, device=next(iter(private._named.values())).device) < rows
@@ -253,6 +255,15 @@ class _Copies:
             return torch.cat([tensor, copies])
 
         return map_tensors(given, filled)
+
+
+def _has_list(value: Any, length: int) -> bool:
+    """Whether a value is a list of a length, or holds one."""
+    if isinstance(value, Mapping):
+        return any(_has_list(each, length) for each in value.values())
+    if not isinstance(value, (list, tuple)):
+        return False
+    return len(value) == length or any(_has_list(each, length) for each in value)
 
 
 def _chance(tensor: Tensor, rows: int) -> str:

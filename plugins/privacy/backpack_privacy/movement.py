@@ -127,20 +127,23 @@ class Movement:
         self._has_samples = any(samples)
 
     def _judge(self) -> None:
-        if self._still:
-            name = min(self._still)
+        unreached = self._noise_only if self._has_samples else set[str]()
+        if self._still - unreached:
+            name = min(self._still - unreached)
             dtype = str(self._named[name].dtype).removeprefix("torch.")
             raise UsageError(
                 f"The parameter {name} has not moved in {self._steps} steps. Its learning rate is "
                 f"zero, or its steps are too small for the precision of {dtype}: raise the "
                 f"learning rate, or freeze it. {_ALL_WELL}"
             )
-        if self._noise_only and self._has_samples:
-            name = min(self._noise_only)
+        if unreached:
+            name = min(unreached)
+            got = "has not moved" if name in self._still else "has received only noise"
             raise UsageError(
-                f"The parameter {name} has received only noise in {self._steps} steps: no "
-                "sample's loss depends on it. Is the layer used in forward(), is the adapter "
-                f"switched on, is its input zero? If this is intended, freeze it. {_ALL_WELL}"
+                f"The parameter {name} {got} in {self._steps} steps: no sample's loss depends on "
+                "it. Is the layer used in forward(), is the adapter switched on, is its input "
+                "zero, does an expert get no token? If this is intended, freeze it. "
+                f"{_ALL_WELL}"
             )
 
 

@@ -32,11 +32,14 @@ class Part:
             associative function of two tensors.
         degree: The power of the loss's scale in the tensor; ``None`` for that of the extension.
         axis: The axis of the samples, for ``"concatenate"``.
+        counts_unreached: Whether a mean is one over all samples, with zeros for those that do not
+            reach the parameter.
     """
 
     way: Way = "sum"
     degree: float | None = None
     axis: int = 0
+    counts_unreached: bool = False
 
 
 class OverBatches:
