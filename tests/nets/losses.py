@@ -252,11 +252,13 @@ class Losses(nn.Module):
     def term(self, number: int, values: Mapping[str, Tensor], weights: list[Tensor]) -> Tensor:
         """One term, reduced and scaled."""
         term, value = self.terms[number], values[self.terms[number].value]
-        if value.requires_grad or term.kind in BESIDE:
+        if value.requires_grad:
             self.divided[number] = None
         if term.kind in BESIDE:
             part = self.parts[term.part] if term.settings.get("module") else None
             found = BESIDE[term.kind].function(value, weights) if part is None else part(value)
+            if found.requires_grad:  # not of data alone
+                self.divided[number] = None
             return term.scale * found
         random = generator(self.seed, f"target {number}")
         target = LOSSES[term.kind].target(term.settings, value.detach(), random)
