@@ -18,6 +18,7 @@ from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import GGNMP, HMP, JMP, PCHMP, BatchGrad, DiagHMP
 from backpack_secondorder.over_data import GGN, Hessian
+from backpack_secondorder.twice import gradients
 from tests.cases import Net
 from tests.faults.own_functions import Sine
 from tests.oracle import assert_close
@@ -163,6 +164,39 @@ def test_inside_of_a_checkpoint() -> None:
     forward = lambda model, batch: (checkpoint(model, batch[0], use_reentrant=False), batch[1])  # noqa: E731
     found = Hessian(model, nn.MSELoss(), [(x, y)], forward=forward)
     assert_close(found.dense(), Hessian(other, nn.MSELoss(), [(x, y)]).dense())
+
+
+CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "of one axis": (nn.Conv1d(3, 4, 2), (3, 5)),
+    "of two axes": (nn.Conv2d(2, 3, 2, padding=1), (2, 3, 4)),
+    "of three axes, without a bias": (nn.Conv3d(2, 2, 2, bias=False), (2, 3, 2, 3)),
+    "strides, groups": (nn.Conv2d(4, 6, 3, stride=2, dilation=2, padding=2, groups=2), (4, 6, 5)),
+    "by channel": (nn.Conv2d(3, 6, 2, groups=3), (3, 3, 3)),
+    "transposed": (nn.ConvTranspose2d(4, 2, 3, stride=2, padding=1, groups=2), (4, 3, 2)),
+    "padded": (nn.ConvTranspose1d(2, 3, 3, stride=2, output_padding=1), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("taken", ["everything", "image", "weight", "bias"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_derivatives_of_convolutions(kind: str, taken: str) -> None:
+    """Up to the third one, along random directions, beside torch's own."""
+    torch.manual_seed(0)
+    layer, shape = CONVOLUTIONS[kind]
+    image = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
+    given = {"image": image, **dict(copy.deepcopy(layer).double().named_parameters())}
+    if taken not in {*given, "everything"}:
+        return
+    weights = {name: tensor.sin() for name, tensor in given.items() if name != "image"}
+    output = torch.func.functional_call(layer, weights, (image.sin(),))
+    inputs = [*given.values()] if taken == "everything" else [given[taken]]
+    ours = right = [(output.sin() * output).sum()]
+    for _ in range(2 if kind == "padded" else 3):  # torch's own third derivative fails there
+        directions = [torch.randn_like(tensor) for tensor in ours]
+        ours = gradients(ours, inputs, directions, create_graph=True)
+        right = [*torch.autograd.grad(right, inputs, directions, create_graph=True)]
+        for found, expected in zip(ours, right, strict=True):
+            assert_close(found, expected)
 
 
 @pytest.mark.host("a GPU has norms of weights in single precision")

@@ -144,6 +144,12 @@ def differentiates_once(node: Node) -> bool:
     return getattr(backward, "__code__", None) is _MARK
 
 
+def wanted_inputs(node: Node) -> list[bool]:
+    """For each input of a node: whether the current backward pass needs its gradient."""
+    children = [child for child, _ in node.next_functions]
+    return [child is not None and _torch.will_get_to(child) for child in children]
+
+
 def is_compiled(node: Node) -> bool:
     """Whether a node is a part of the graph that ``torch.compile`` compiled."""
     return is_function(node) and hasattr(getattr(node, "_forward_cls", None), "compiled_bw")

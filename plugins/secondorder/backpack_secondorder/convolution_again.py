@@ -1,62 +1,69 @@
-"""The backward pass of a convolution as a function of the arriving gradient only.
+"""The backward pass of a convolution as a function that is differentiated by convolutions.
 
-Torch's derivative of it also computes gradients of the image and of the kernel, even if they are
-not needed: five convolutions instead of two.
+Torch's derivative of it takes five convolutions, some of them by a slow kernel, even if the
+gradient of the image or of the kernel is not needed. Here, it takes two for each that is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from backpack_operations.nodes import wanted_inputs
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 
 
-def of_convolution(node: Any, arrived: Tensor | None) -> Grads:
-    """The gradients at the image, the kernel and the bias."""
+def of_convolution(node: Any, arrived: Tensor | None) -> Grads | Callable[[Grads], Grads]:
+    """The gradients at the image, the kernel and the bias, from those that the node computed."""
     if arrived is None:
         return None, None, None
-    wanted = [child is not None for child, _ in node.next_functions]
     geometry = (
         *(node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed),
         *(node._saved_output_padding, node._saved_groups),
     )
-    image, kernel = node._saved_input, node._saved_weight
-    grads: Grads = _Sent.apply(arrived, image.detach(), kernel.detach(), geometry, wanted)  # type: ignore[no-untyped-call]
-    return grads
+    given = arrived, node._saved_input, node._saved_weight
+    return lambda found: _Sent.apply(*given, geometry, found)  # type: ignore[no-untyped-call]
 
 
 class _Sent(torch.autograd.Function):
-    """``u ↦ (K_Wᵀ u, K_xᵀ u, Σ u)``, whose derivative is ``(a, b, c) ↦ W * a + b * x + c``."""
+    """``u, x, W ↦ (K_Wᵀ u, K_xᵀ u, Σ u)``, where ``K_W x = K_x W = W * x``.
+
+    With directions ``(a, b, c)``, its derivatives are ``W * a + b * x + c`` in ``u``, ``K_bᵀ u`` in
+    ``x`` and ``K_aᵀ u`` in ``W``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, arrived: Tensor, *given: Any) -> Grads:
-        """The gradients, as torch computes them."""
-        image, kernel, ctx.geometry, wanted = given
-        ctx.save_for_backward(image, kernel)
+    def forward(ctx: Any, *given: Any) -> Grads:
+        """The gradients, which torch has computed."""
+        *tensors, ctx.geometry, found = given
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.shape, offset = arrived.shape, [arrived.shape[1]] if wanted[2] else None
-        grads: Grads = torch.ops.aten.convolution_backward(
-            arrived, image, kernel, offset, *ctx.geometry, wanted
-        )
-        return grads
+        return tuple([None if gradient is None else gradient.detach() for gradient in found])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *directions: Tensor | None) -> Grads:
-        """The derivative, with at most two convolutions."""
-        image, kernel = ctx.saved_tensors
+        """The derivatives that are needed, in operations that can be differentiated."""
+        arrived, image, kernel = ctx.saved_tensors
         of_image, of_kernel, of_offset = directions
-        gradient: Tensor | None = None
-        if of_kernel is not None:
-            gradient = torch.ops.aten.convolution(image, of_kernel, of_offset, *ctx.geometry)
-        if of_image is not None:
+        to_arrived, to_image, to_kernel, *_ = wanted_inputs(ctx)
+        gradient = in_image = in_kernel = None
+        if to_arrived and of_kernel is not None:
+            gradient = torch.convolution(image, of_kernel, of_offset, *ctx.geometry)
+        if to_arrived and of_image is not None:
             offset = of_offset if gradient is None else None
-            sent = torch.ops.aten.convolution(of_image, kernel, offset, *ctx.geometry)
+            sent = torch.convolution(of_image, kernel, offset, *ctx.geometry)
             gradient = sent if gradient is None else gradient.add_(sent)
-        if gradient is None and of_offset is not None:
-            gradient = of_offset.reshape(-1, *[1] * (image.dim() - 2)).expand(ctx.shape)
-        return gradient, None, None, None, None
+        if to_arrived and gradient is None and of_offset is not None:
+            gradient = of_offset.reshape(-1, *[1] * (image.dim() - 2)).expand_as(arrived)
+        back = torch.ops.aten.convolution_backward
+        if to_image and of_kernel is not None:
+            in_image = back(arrived, image, of_kernel, None, *ctx.geometry, (True, False, False))[0]
+        if to_kernel and of_image is not None:
+            in_kernel = back(arrived, of_image, kernel, None, *ctx.geometry, (False, True, False))[
+                1
+            ]
+        return gradient, in_image, in_kernel, None, None

@@ -21,7 +21,7 @@ from backpack_secondorder.fused_attention import NAMES, of_fused_attention
 from backpack_secondorder.statistics_again import of_batch_norm, of_cudnn_batch_norm, of_layer_norm
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
-Formulas: TypeAlias = dict[str, Callable[..., Grads]]
+Formulas: TypeAlias = dict[str, Callable[..., Any]]
 
 
 def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> Grads:
@@ -99,8 +99,7 @@ FORMULAS: Formulas = {
     "NativeBatchNormBackwardBackward0": of_batch_norm,
     "CudnnBatchNormBackwardBackward0": of_cudnn_batch_norm,
     **dict.fromkeys(NAMES, of_fused_attention),
+    "ConvolutionBackward0": of_convolution,  # torch's is right, too, but slower
 }
 # For outputs without entries, as a batch without samples has.
 OF_NOTHING: Formulas = {"EmbeddingBackward0": _of_no_rows}
-# Torch's is right, too, but this one is faster.
-OF_VECTORS: Formulas = {"ConvolutionBackward0": of_convolution}

@@ -118,10 +118,7 @@ class OutputJacobian:
     ) -> dict[Tensor, Tensor]:
         if self._edge is None:
             return {parameter: torch.zeros_like(parameter) for parameter in parameters}
-        in_vectors = create_graph and not self._is_differentiable
-        grads = gradients(
-            (self._start,), parameters, (vector,), create_graph, in_vectors=in_vectors
-        )
+        grads = gradients((self._start,), parameters, (vector,), create_graph)
         return dict(zip(parameters, grads, strict=True))
 
     @cached_property

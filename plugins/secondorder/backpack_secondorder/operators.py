@@ -201,8 +201,7 @@ class CurvatureOperator(Operator):
     def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Dummies ``u_c`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of them."""
         dummies = [somewhere(term.like) for term in self._terms]
-        in_vectors, own = not self._is_differentiable, self._graph.parameters
-        return dummies, gradients(self._edges, own, dummies, True, in_vectors=in_vectors)
+        return dummies, gradients(self._edges, self._graph.parameters, dummies, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         if not self._terms:

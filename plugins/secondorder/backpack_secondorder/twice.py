@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from backpack_operations.order import behind
 from backpack_secondorder.formulas_again import (
     FORMULAS,
     OF_NOTHING,
-    OF_VECTORS,
-    Formulas,
     Grads,
 )
 
@@ -36,7 +34,6 @@ def gradients(
     vectors: Sequence[Tensor | None] | None,
     create_graph: bool,
     retain_graph: bool = True,
-    in_vectors: bool = False,
 ) -> list[Tensor]:
     """``Σ_k J_kᵀ v_k`` for outputs ``y_k`` and vectors ``v_k``.
 
@@ -46,10 +43,8 @@ def gradients(
         vectors: One for each output; ``None`` for one, at a number.
         create_graph: Whether the result will be differentiated.
         retain_graph: Whether the graph is kept.
-        in_vectors: Whether it will be differentiated only in the vectors, and only once.
     """
-    formulas = FORMULAS | OF_VECTORS if in_vectors else FORMULAS
-    with _by_formula(outputs, formulas) if create_graph else nullcontext():
+    with _by_formula(outputs) if create_graph else nullcontext():
         grads = torch.autograd.grad(
             outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
             inputs,  # type: ignore[arg-type]
@@ -69,10 +64,10 @@ def _by_itself(vector: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
+def _by_formula(outputs: Sequence[Place]) -> Iterator[None]:
     """A block that makes nodes behind some outputs return the results of formulas."""
     nodes = nodes_behind(outputs)
-    known = ((node, _formula_of(node, formulas)) for node in nodes)
+    known = ((node, _formula_of(node)) for node in nodes)
     hooks = [hook for node, formula in known if formula for hook in _replaced(node, formula)]
     hooks += [_watched(node) for node in nodes if is_function(node)]
     try:
@@ -98,16 +93,19 @@ def nodes_behind(outputs: Sequence[Place]) -> set[Node]:
     return nodes
 
 
-def _formula_of(node: Node, formulas: Formulas) -> Callable[..., Grads] | None:
+def _formula_of(node: Node) -> Callable[..., Any] | None:
     name = node.name()
     if name in OF_NOTHING and not shape_of(node, 0).numel():
         return OF_NOTHING[name]
-    return formulas.get(name)
+    return FORMULAS.get(name)
 
 
-def _replaced(node: Node, formula: Callable[..., Grads]) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hooks around a node, which then returns the results of its formula."""
-    sent: list[Grads] = []
+def _replaced(node: Node, formula: Callable[..., Any]) -> tuple[RemovableHandle, RemovableHandle]:
+    """Hooks around a node, which then returns the results of its formula.
+
+    A formula may return a function of what the node itself computes.
+    """
+    sent: list[Any] = []
 
     def before(arrived: Grads) -> None:
         # A checkpoint returns the node's saved tensors again only while it holds them.
@@ -115,7 +113,8 @@ def _replaced(node: Node, formula: Callable[..., Grads]) -> tuple[RemovableHandl
             sent.append(formula(node, *arrived))
 
     def after(found: Grads, arrived: Grads) -> Grads:
-        pairs = zip(found, sent.pop(), strict=True)
+        new = sent.pop()
+        pairs = zip(found, new(found) if callable(new) else new, strict=True)
         return tuple(None if old is None else new for old, new in pairs)
 
     return node.register_prehook(before), node.register_hook(after)
