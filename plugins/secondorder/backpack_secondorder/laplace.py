@@ -20,6 +20,7 @@ from backpack_core import Extension, backpack, disable, extend, is_extended
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense, square_sum
+from backpack_secondorder.covariances import outer
 from backpack_secondorder.diag_ggn import DiagGGNExact, DiagGGNMC
 from backpack_secondorder.factors import WeightSharing, kronecker_factors
 from backpack_secondorder.kfac import KFAC, KFLR
@@ -138,8 +139,9 @@ class _Backend:
     def full(self, x: Any, y: Tensor, **settings: Any) -> Pair:
         """The loss, and the matrix ``[P, P]``."""
         loss, root = self._root(x, y)
-        root = self._chosen(root)
-        return self.factor * loss, self.factor * root.T @ root
+        with torch.no_grad():  # so that half of the matrix is computed, and mirrored
+            (matrix,) = outer(self._chosen(root).unsqueeze(1), self.factor)
+        return self.factor * loss, matrix
 
     def kron(self, x: Any, y: Tensor, N: int, **settings: Any) -> tuple[Tensor, Kron]:
         """The loss, and Kronecker factors, scaled to add up over batches of ``N`` samples.
