@@ -15,6 +15,8 @@ from torch import Tensor
 
 from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_products.columns import Columns, Root
+from backpack_products.contractions import slices
+from backpack_products.tuning import CACHE
 from backpack_products.values import rounding_unit
 
 # Roots of gradients of extended losses: without samples, and after samples were weighted.
@@ -249,10 +251,15 @@ class Judge:
             # the rounding errors of the largest entries remain. The weights add no rounding.
             rounding = max(size, arrived.size) * min(unit * 64, _COARSEST)
             rounding = min(allowed, max(rounding, floor))
-            # In place: for logits of a large vocabulary, fresh memory takes longer than arithmetic.
-            bounds = plain.abs().mul_(unit**0.6).clamp_(rounding, allowed)
-            errors = ((n, (g / weights).sub_(plain).abs()) for n, g in enumerate(guesses))
-            self._right &= {n for n, error in errors if not bool((error > bounds).any())}
+            # In pieces and in place: for logits of a large vocabulary, fresh memory takes longer
+            # than arithmetic, and would be the peak of the pass.
+            wrong: list[list[Tensor]] = [[] for _ in guesses]
+            for rows in slices(len(plain), CACHE // (plain[0].numel() * plain.element_size() or 1)):
+                part, by = plain[rows], weights[rows]
+                bounds = part.abs().mul_(unit**0.6).clamp_(rounding, allowed)
+                for flags, guess in zip(wrong, guesses, strict=True):
+                    flags.append(((guess[rows] / by).sub_(part).abs() > bounds).any())
+            self._right &= {n for n, flags in enumerate(wrong) if not torch.stack(flags).any()}
             if not self._right:
                 if self._is_told:
                     raise _told_otherwise(where, arrived)
