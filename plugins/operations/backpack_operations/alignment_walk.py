@@ -25,6 +25,7 @@ from backpack_operations.owners import Owners
 from backpack_operations.runs import run_behind
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.tensors import Link, TensorFacts, Tensors
+from backpack_operations.viewed import rows_seen
 
 
 class Walk:
@@ -139,8 +140,27 @@ class Walk:
             operand.positions = count
         else:
             operand.is_before |= is_before
-        if operand.is_settled():
+        if operand.positions and self._is_hidden(operand):
+            operand.positions = 0
+        elif operand.is_settled():
             operand.is_before = False
+
+    def _is_hidden(self, base: TensorFacts) -> bool:
+        """Whether a call returned a view of this in which samples are not in order on its axis.
+
+        So it is if a layer received ``x[None]``, and a view of what it returned was overwritten.
+        """
+        if base.site is None or base.site.layout is None:
+            return False
+        samples = torch.arange(self._size, device="cpu")
+        rows = samples.repeat_interleave(base.positions)
+        for site, layout in self._survey.views_of(base.node):
+            if site.edge[:2] == base.output and not site.call.rule.is_loss:
+                axis = self._survey.axes.get((site.call, site.index), 0)
+                seen = rows_seen(layout, rows, axis)
+                if seen is None or not seen.equal(samples.repeat_interleave(len(seen) // self._size)):
+                    return True
+        return False
 
     def _is_told(self, link: Link) -> bool:
         """Whether carried ids tell the samples of the rows of an operand; if so, note them."""
