@@ -261,3 +261,31 @@ def test_single_precision_on_a_gpu_keeps_ten_bits_in_products() -> None:
     assert unit == 2.0**-10 > rounding_unit(torch.zeros(1))
     half = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
     assert rounding_unit(half) == torch.finfo(torch.bfloat16).eps
+
+
+class Unpadded(nn.Module):
+    """A layer for the rows that count, which are then split by sample and averaged."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__()
+        self.lengths, self.head = lengths, nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.head(torch.cat([2 * row[:n] for row, n in zip(x, self.lengths, strict=True)]))
+        return torch.stack([part.mean(0) for part in found.split(self.lengths)])
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+@pytest.mark.parametrize("lengths", [[3, 2], [1, 2], [2, 4, 3]])
+def test_a_part_with_as_many_rows_as_samples(lengths: list[int], check: str) -> None:
+    """``split`` gives parts of single samples, of which one is as long as the batch by chance."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(Unpadded(lengths).double()), extend(nn.MSELoss(reduction="sum"))
+    X, y = torch.randn(len(lengths), 4, D).double(), torch.randn(len(lengths), C).double()
+    with backpack(BatchGrad(), check=check):
+        lossfunc(model(X), y).backward()
+    for parameter in model.parameters():
+        found = vars(parameter)["grad_batch"].clone()
+        for n in range(len(lengths)):
+            own = (model(X)[n] - y[n]).square().sum()
+            oracle.assert_close(found[n], *torch.autograd.grad(own, parameter))

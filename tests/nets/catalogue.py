@@ -15,6 +15,7 @@ for _name in (
     "tensor_functions",
     "weight_uses",
     "of_models",
+    "idioms",
     "derivatives",
     "in_place",
     "traps",

@@ -534,9 +534,28 @@ FOUND["two-arguments-and-one-sample"] = Recipe(
     (Request("BatchGrad"),),
     Plan(),
 )
+# A layer received samples on axis 1, and a view of what it returned, with samples in front, was
+# overwritten.
+SQUEEZED = ("Called", {"name": "squeezed"})
+SCALED = ("rewrite", {"name": "mul_"})
+FOUND["samples-behind-an-overwritten-view"] = chain(SQUEEZED, SCALED)
+FOUND["checked-behind-an-overwritten-view"] = chain(
+    ("Wrapped", {"name": "both_sides"}), ("merge_into", {"name": "lerp_"})
+)
+# Samples that were sorted before the first layer seem to be in order there.
+SORTED = ("Called", {"name": "sorted"})
+FOUND["sorted-data-and-an-index"] = chain(SORTED, batch=5, passes="told")
+FOUND["sorted-data-and-merged-rows"] = chain(
+    SORTED, ("MergedHead", {"merge": "view", "out": 1, "bias": False}), shape=(2, 2), batch=4
+)
+# Two views of the batch, one behind the other, and an index for each row of the model's input.
+FOUND["two-views-and-an-index"] = chain(("Called", {"name": "siamese"}), batch=5, passes="told")
+# Rows behind the axis of several nets, and an index that is a permutation.
+FOUND["members-and-an-index"] = chain(("Uses", {"name": "ensemble"}), batch=2, passes="told")
 # Nets of which a refusal would be a step back.
 EXACT = {"chunks-of-items", "picked-beside-a-checkpoint", "items-beside-an-expanded-parameter"}
 EXACT |= {"as-many-angles-as-samples", "two-arguments-and-one-sample"}
+EXACT |= {"samples-behind-an-overwritten-view", "checked-behind-an-overwritten-view"}
 
 
 @pytest.fixture(autouse=True)

@@ -216,14 +216,18 @@ class DyePropagator(Propagator):
             blocks = [b for dye in quantities.values() for b in dye.columns.blocks.values()]
             apart = frozenset() if is_apart and any(map(largest, blocks)) else frozenset(sent)
             sent |= {i: dye for i, dye in self._through(node, quantities, apart) if i in sent}
-        if is_apart:
+        known: dict[int, Positions] = {**there.owned, **there.positions}
+        if is_apart:  # parts that were split off may have samples beside others that have none
+            others = known.keys() - there.apart_outputs
+            beside = {nr: self._closed(dye) for nr, dye in quantities.items() if nr in others}
+            self._judge_at(node, beside, known)
             return [*sent.items()]
         passed = self._passed(node, quantities) | sent
         is_passed = all(i in passed or is_leaf(child) for i, child in children)
         if there.apart or not is_passed:
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
-            self._judge_at(node, quantities, {**there.owned, **there.positions})
+            self._judge_at(node, quantities, known)
         crossed = {} if is_passed else dict(self._cross(node, quantities, there.apart))
         return [*(crossed | passed).items()]
 

@@ -41,7 +41,7 @@ def align(
         can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
     """
     alignment.batch_size = survey.batch_size
-    survey.sample_ids, survey.are_moved = {}, None
+    survey.sample_ids, survey.guessed, survey.are_moved = {}, set(), None
     tables, owners = set[Call](), Owners(survey)
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)

@@ -22,7 +22,7 @@ from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns
 from backpack_operations.nodes import NodeOutput
-from backpack_operations.viewed import Layout, look_through
+from backpack_operations.viewed import Layout, rows_seen
 from backpack_products.columns import ApartColumns, Columns, InRuns
 
 
@@ -167,11 +167,10 @@ class Alignment:
             return owned
         if owned.shape[1] != layout.base_size[0]:  # the base has samples on another axis
             raise faults.turned_batch(site.call, 0, self.batch_size)
-        rows = owned.long().argmax(0).reshape(-1, *[1] * (len(layout.base_size) - 1))
-        seen = look_through(layout, rows.expand(1, *layout.base_size)).squeeze(0).flatten(1)
-        if bool((seen != seen[:, :1]).any()):
+        seen = rows_seen(layout, owned.long().argmax(0))
+        if seen is None:
             raise faults.turned_batch(site.call, 0, self.batch_size)
-        return seen[:, 0] == torch.arange(len(owned), device=owned.device).unsqueeze(1)
+        return seen == torch.arange(len(owned), device=owned.device).unsqueeze(1)
 
     def positions_of(self, site: Site, axis: int = 0) -> int:
         """How many entries of an axis each sample has at a call's output, or at a loss's input."""

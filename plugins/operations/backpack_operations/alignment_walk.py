@@ -25,6 +25,7 @@ from backpack_operations.owners import Owners
 from backpack_operations.runs import run_behind
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.tensors import Link, TensorFacts, Tensors
+from backpack_operations.viewed import rows_seen
 
 
 class Walk:
@@ -123,7 +124,7 @@ class Walk:
         count, rest = divmod(1 if operand.length is None else operand.length, self._size)
         if self._owners.are_moved and self._is_told(link):
             pass
-        elif count > 1 and self._is_lost(link):
+        elif count and self._is_lost(link):
             operand.is_before |= is_before
         elif result.is_loss:
             operand.positions = count  # a loss says where samples are
@@ -139,8 +140,29 @@ class Walk:
             operand.positions = count
         else:
             operand.is_before |= is_before
-        if operand.is_settled():
+        if operand.positions and self._is_hidden(operand):
+            operand.positions = 0
+        elif operand.is_settled():
             operand.is_before = False
+
+    def _is_hidden(self, base: TensorFacts) -> bool:
+        """Whether a call returned a view of this in which samples are not in order on its axis.
+
+        So it is if a layer received ``x[None]``, and a view of what it returned was overwritten.
+        """
+        if base.site is None or base.site.layout is None:
+            return False
+        samples = torch.arange(self._size, device="cpu")
+        rows = samples.repeat_interleave(base.positions)
+        for site, layout in self._survey.views_of(base.node):
+            if site.edge[:2] == base.output and not site.call.rule.is_loss:
+                axis = self._survey.axes.get((site.call, site.index), 0)
+                seen = rows_seen(layout, rows, axis)
+                if seen is None or not seen.equal(
+                    samples.repeat_interleave(len(seen) // self._size)
+                ):
+                    return True
+        return False
 
     def _is_told(self, link: Link) -> bool:
         """Whether carried ids tell the samples of the rows of an operand; if so, note them."""
@@ -152,7 +174,10 @@ class Walk:
         is_free = is_known if is_like else not is_whole
         is_table = not result.is_loss and self._origins.of_tables(this.node)
         owners = None if is_table else self._owners.rows(*this.output, this.axis, is_free)
-        if owners is None or (self._owners.ids.is_by_length(this.output) and self._is_other(link)):
+        if owners is None or (
+            self._owners.ids.is_by_length(this.output)
+            and (self._is_refuted(link, owners) or self._is_other(link))
+        ):
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
         is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
@@ -166,14 +191,45 @@ class Walk:
         this.owned = owners == samples[:, None]
         return True
 
+    def _is_refuted(self, link: Link, rows: Tensor) -> bool:
+        """Whether a result has rows of other samples than an operand whose length alone tells them.
+
+        Two views of a batch may lie one behind the other (``torch.cat([x, flipped])``). As many
+        rows as two of each sample would be, are halves of which each is a batch.
+        """
+        result, this, _ = link
+        this.is_refuted |= result.is_refuted or self._differs(link, rows)
+        if this.is_refuted:
+            self._survey.sample_ids[this.output] = None
+        return this.is_refuted
+
+    def _differs(self, link: Link, rows: Tensor) -> bool:
+        result = link.result
+        if result.is_loss or not result.is_settled():
+            return False
+        if not (link.keeps_length if result.is_call else link.keeps_rows):
+            found = self._owners.rows(*result.output, result.axis, is_free=True)
+            if found is None:
+                return True
+            rows = found
+        if result.owned is not None:
+            return not rows.equal(result.owned.int().argmax(0))
+        samples = torch.arange(self._size, device="cpu")
+        return not rows.equal(samples.repeat_interleave(result.positions))
+
     def _is_lost(self, link: Link) -> bool:
         """Whether rows of samples that the user told come out of the net, and nobody knows whose.
 
         They need not be in order, as they are if each row that the model receives is a sample.
         """
         result, this, _ = link
-        is_last = self._survey.is_told and (result.is_loss or result.is_before)
-        return is_last and self._owners.rows(*this.output, this.axis, is_free=True) is None
+        told, is_last = self._survey.told, result.is_loss or result.is_before
+        if told is None or told.is_usual or not is_last:
+            return False
+        # As many as samples, but not as rows, may be sums over the rows of each sample, in order.
+        is_summed = this.length == self._size != len(told.rows)
+        rows = self._owners.rows(*this.output, this.axis, is_free=True)
+        return rows is None and not is_summed
 
     def _is_in_order(self, this: TensorFacts) -> bool:
         """Whether carried ids tell that a tensor has one row of each sample, in order."""
@@ -202,7 +258,7 @@ class Walk:
         if self._survey.is_declared and is_doubtful(operand.shape, self._size):
             is_first = operand.site is not None and not declared_axis(operand.site.call)
             return is_first or bool(result.positions and self._keeps_rows(link))
-        return not self._is_other(link)
+        return not (operand.is_uneven() or self._is_other(link))
 
     def _is_other(self, link: Link) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation tells."""
@@ -211,6 +267,8 @@ class Walk:
         is_repeated = has_samples and operation in {"Expand", "Repeat"}
         if link.is_broadcast and (is_repeated or operation in nodes.ELEMENTWISE):
             return True  # its axis 0 meets a later axis of the result
+        if operation == "Stack" and has_samples and not link.keeps_rows:
+            return True  # each is a sample's
         if result.is_outer and operand.is_returned:
             return False  # a model returns samples in front
         if not (result.is_call or result.is_before) and of_constants(operand.node):

@@ -44,7 +44,6 @@ class CarriedIds:
         self._inputs: dict[Call, SampleIds | None] = {}
         self._entries: dict[Node, SampleIds | None] = {}
         self._by_length: set[Node] = set()  # entries whose ids only lengths tell
-        self._guessed: set[NodeOutput] = set()  # what follows from these alone
         self._assumed: set[NodeOutput] = set()  # where the user's index was taken to be meant
 
     @cached_property
@@ -59,7 +58,7 @@ class CarriedIds:
         return not any(is_symbolic(call.stored.outputs[index]) for call, index in alive)
 
     @property
-    def _input_rows(self) -> Tensor:
+    def input_rows(self) -> Tensor:
         """The sample of each row that a model received: one row each, unless the user said so."""
         told = self._survey.told
         return self.samples if told is None else told.rows
@@ -140,6 +139,8 @@ class CarriedIds:
         if rows is not None:
             return along(rows.cpu(), 0, shape)
         if (site := self._call_keeping_samples(output)) is not None:
+            if self.operands(output).get(0) in self._survey.guessed:
+                self._survey.guessed.add(output)
             return self._of_call(site, operand_ids.get(0), shape)
         if is_leaf(node):
             return self._of_leaf(node)
@@ -161,9 +162,9 @@ class CarriedIds:
         overruled = self._overruled(node, output_nr, operand_ids)
         is_entry = len(overruled) == len(operand_ids)
         if is_entry and (ids := self.of_entry(node)) is not None:
-            self._guessed |= {(node, output_nr)} if node in self._by_length else set()
+            self._survey.guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
-        rows, is_readable = self._input_rows, self._survey.may_read(node)
+        rows, is_readable = self.input_rows, self._survey.may_read(node)
         if nodes.operation_of(node) in nodes.INDEXED and operand_ids.get(0, rows) is None:
             operand_ids[0] = self._in_order(node.next_functions[0])
         # Constants and parameters whose samples are unknown go with what they meet.
@@ -193,10 +194,12 @@ class CarriedIds:
         for each step, is broadcast behind the axis of the samples.
         """
         known = {i: ids for i, ids in operand_ids.items() if ids is not None}
-        guessed = {i: ids for i, ids in known.items() if node.next_functions[i] in self._guessed}
+        guessed = {
+            i: ids for i, ids in known.items() if node.next_functions[i] in self._survey.guessed
+        }
         told = [ids.shape for i, ids in known.items() if i not in guessed]
         if guessed and not told:
-            self._guessed.add((node, output_nr))
+            self._survey.guessed.add((node, output_nr))
         if nodes.operation_of(node) not in nodes.ELEMENTWISE:
             return set()
         count = len(nodes.lengths_of(node, output_nr))
@@ -237,7 +240,7 @@ class CarriedIds:
             return ids
         self._assumed.add(output)
         # A constant with as many rows, as a state of zeros, goes with rows that it meets.
-        self._guessed |= set() if self.operands(output) else {output}
+        self._survey.guessed.add(output)
         return along(rows, 0, shape)
 
     def _has_own_rows(self, node: Node) -> bool:
@@ -253,7 +256,7 @@ class CarriedIds:
 
     def is_guessed(self, output: NodeOutput) -> bool:
         """Whether only its length says that a tensor has rows of samples at all."""
-        return output in self._guessed
+        return output in self._survey.guessed
 
     def told_rows(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if the model received as many, or a fraction."""
@@ -295,8 +298,11 @@ class CarriedIds:
             ids = self.of_input(call)
         is_of_weights = self._origins.of_weights(site.edge.node)
         if ids is None and not (is_of_weights or any(call.edges[:1])):
-            is_sure = call.receives_input > 1 or is_like_input(call)
+            is_first = call.receives_input > 1
+            is_sure = is_first or is_like_input(call)
             ids = self.by_length(tuple(received.shape), declared, is_sure)
+            if ids is not None and not is_first:
+                self._survey.guessed.add(site.edge[:2])
         if ids is None or ids.numel() != max(ids.shape, default=0):
             return None
         if ids.numel() == 1:
@@ -322,7 +328,7 @@ class CarriedIds:
 
     def _of_tensor(self, data: Tensor, note: Note, call: Call | None = None) -> SampleIds | None:
         """The ids of data that a call received, or that any run uses, by what models received."""
-        survey, rows = self._survey, self._input_rows
+        survey, rows = self._survey, self.input_rows
         items = None if survey.told is None else survey.told.items
         if call is not None:
             ids = of_data(data, call.run, rows, survey.depth, items, call.is_readable, note)
@@ -387,7 +393,7 @@ class CarriedIds:
 
         Several nets in one tensor of weights put their own axis in front of the samples.
         """
-        rows, shape, survey = self._input_rows, tuple(data.shape), self._survey
+        rows, shape, survey = self.input_rows, tuple(data.shape), self._survey
         lengths = [n if stride else 1 for n, stride in zip(shape, data.stride(), strict=True)]
         is_other = survey.is_declared or survey.is_told or survey.depth is not None
         if lengths[:1] == [len(rows)] and bool((data == data[:1]).all()):
@@ -408,7 +414,7 @@ class CarriedIds:
             axis: The declared axis.
             is_sure: Whether no other axis can be that of the samples.
         """
-        rows = self._input_rows
+        rows = self.input_rows
         is_clear = is_sure or axis or not is_doubtful(shape, len(rows))
         if not is_clear or self._survey.depth is not None:
             return None

@@ -65,6 +65,15 @@ def no_axis(call: Call, axis: object, output: Tensor) -> BackpackError:
     )
 
 
+def reordered() -> BackpackError:
+    """Samples come out in another order, if the first layer received them in order."""
+    return SampleMixingError(
+        "Samples come out of the model in another order than they go in, if its first layer "
+        "received them in order, which nothing shows: it received changed data, or a copy. Sort "
+        "samples behind a layer, or hand the model sorted ones."
+    )
+
+
 def permuted(call: Call) -> BackpackError:
     """A loss received permuted samples, and it is unknown whether its targets are permuted, too."""
     return SampleMixingError(

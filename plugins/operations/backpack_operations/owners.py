@@ -146,6 +146,20 @@ class Owners:
             rows = self._rows(self.ids.of_input(call), shape, is_free=True)
         return rows is not None and self._permutes(rows)
 
+    def are_reordered(self, output: NodeOutput) -> bool:
+        """Whether samples are in another order than the model's, as far as only lengths tell whose.
+
+        If a model sorts samples before its first layer, and puts them back behind it, rows seem to
+        be in order there, and in another one here.
+        """
+        if output not in self._survey.guessed:
+            return False
+        rows, given = self.rows(*output, is_free=True), self.ids.input_rows
+        if rows is None or (self._survey.is_told and len(rows) == len(given)):
+            return rows is not None and not rows.equal(given)
+        seen, expected = dict.fromkeys(rows.tolist()), dict.fromkeys(given.tolist())
+        return seen == expected and [*seen] != [*expected]
+
     def received_elsewhere(self, call: Call) -> bool:
         """Whether a call is known to have received rows that belong to several samples."""
         edge = call.edges[0] if call.edges else None

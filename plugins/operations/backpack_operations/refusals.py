@@ -23,7 +23,7 @@ from backpack_operations.order import behind, calls_at
 from backpack_operations.owners import Owners
 from backpack_operations.parameter_owners import name_of_parameter, owned_by_models
 from backpack_operations.paths import is_factor
-from backpack_operations.survey import GraphSurvey
+from backpack_operations.survey import GraphSurvey, edges_behind
 
 
 def refuse_bare(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
@@ -119,6 +119,8 @@ def refuse_misaligned(
             continue
         for call in survey.unclear:
             raise faults.unclear_rows(call)
+        if _ends_reordered(survey, alignment):
+            raise faults.reordered()
         for (call, index), fault in alignment.faults.items():
             if propagator.only_at_losses and not call.rule.is_loss:
                 continue
@@ -146,6 +148,16 @@ def refuse_misaligned(
                 raise faults.whose_entries(call)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
+
+
+def _ends_reordered(survey: GraphSurvey, alignment: Alignment) -> bool:
+    """Whether samples seem to come out of the net in another order, as far as lengths tell."""
+    owners = Owners(survey)
+    if not (survey.guessed and owners.are_moved):
+        return False
+    ends = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
+    ends += [edge for node, _ in alignment.before for _, edge in edges_behind(node)]
+    return any(edge is not None and owners.are_reordered(edge[:2]) for edge in ends)
 
 
 def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:

@@ -43,6 +43,7 @@ class TensorFacts:
         is_picked: Consumers scatter or gather its entries of axis 0, in any order.
         is_sorted: Consumers sort its entries of axis 0 by an index, all samples at once.
         is_dropped: A consumer removed its axis 0, and still has samples: it had none in front.
+        is_refuted: Only its length said whose its rows are, and its consumers say otherwise.
         is_apart: Columns that arrive are kept apart by sample.
     """
 
@@ -58,7 +59,7 @@ class TensorFacts:
             "is_before",
             "is_picked",
         ),
-        *("is_sorted", "is_dropped", "is_apart"),
+        *("is_sorted", "is_dropped", "is_refuted", "is_apart"),
     )
 
     def __init__(self, output: NodeOutput, survey: GraphSurvey) -> None:
@@ -78,6 +79,7 @@ class TensorFacts:
         self.positions, self.owned = earlier.positions.get(output, 0), earlier.owned.get(output)
         self.is_before, self.is_apart = output in earlier.before, output in earlier.apart
         self.is_outer = self.is_picked = self.is_sorted = self.is_dropped = False
+        self.is_refuted = False
 
     def is_settled(self) -> bool:
         """Whether it is known which entries of axis 0 each sample has."""
@@ -86,6 +88,16 @@ class TensorFacts:
     def is_turned(self) -> bool:
         """Whether it is a permuted view with another axis in front."""
         return self.operation in nodes.TURNS and not nodes.keeps_rows(*self.output, 0)
+
+    def is_uneven(self) -> bool:
+        """Whether it is one of several parts of different lengths: as long as the batch by chance.
+
+        Rows that belong to one sample are split off so, before they are added up.
+        """
+        if not self.operation.startswith("Split"):
+            return False
+        parts = range(len(self.node._input_metadata))
+        return len({nodes.lengths_of(self.node, number)[:1] for number in parts}) > 1
 
 
 class Link(NamedTuple):

@@ -97,6 +97,22 @@ def look_back(layout: Layout, mat: Tensor) -> Tensor:
     return base
 
 
+def rows_seen(layout: Layout, rows: Tensor, axis: int = 0) -> Tensor | None:
+    """What is known of each row of the base, for the rows of a view on an axis.
+
+    Args:
+        layout: That of the view.
+        rows: A number for each row of the base.
+        axis: An axis of the view.
+
+    Returns:
+        A number for each of its entries; ``None`` if one has entries of several numbers.
+    """
+    base = rows.view(-1, *[1] * (len(layout.base_size) - 1)).expand(layout.base_size)
+    seen = look_through(layout, base.unsqueeze(0)).squeeze(0).movedim(axis, 0).flatten(1)
+    return None if bool((seen != seen[:, :1]).any()) else seen[:, 0]
+
+
 def _blank(layout: Layout, mat: Tensor) -> tuple[Tensor, Tensor]:
     """Zeros with the layout of the base, and their view."""
     size, base_size, base_stride = layout.size, layout.base_size, layout.base_stride

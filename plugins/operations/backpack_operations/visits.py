@@ -278,15 +278,17 @@ class GraphTraversal(StraightTraversal):
         axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
         if not self.survey.is_declared:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
-        edge = self.survey.sites[call, view.index].edge
+        site = self.survey.sites[call, view.index]
+        edge = site.edge
         if samples == 1 or quantity is None or not self._alignment.is_apart(edge):
             return
         quantity = propagator.widen(quantity, samples)
-        owned = self._alignment.owned_of(self.survey.sites[call, view.index])
+        owned = self._alignment.owned_of(site)
         if owned is not None:
             propagator.put_together(quantity, owned)
             return
-        ids = self.survey.sample_ids.get(edge[:2])
+        # At a view that was overwritten, they are those of its base, which has other axes.
+        ids = None if site.layout is not None else self.survey.sample_ids.get(edge[:2])
         positions: int | Tensor = 1
         # Carried ids, or the user's index, say on which axis the samples are, and in which order.
         is_behind = ids is not None and ids.numel() == samples > ids.shape[:1].numel()
