@@ -166,6 +166,19 @@ def test_inside_of_a_checkpoint() -> None:
     assert_close(found.dense(), Hessian(other, nn.MSELoss(), [(x, y)]).dense())
 
 
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_hard_sigmoid(operator: Any) -> None:
+    """Torch has no derivative of its gradient."""
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 2)}
+    model = Net(lambda net, x: net.last(F.hardsigmoid(net.first(x))), **parts)
+    other = Net(lambda net, x: net.last(F.relu6(net.first(x) + 3) / 6), **parts)
+    data = [(4 * torch.randn(5, 3), torch.randn(5, 2))]
+    found, wanted = (operator(net, nn.MSELoss(), data).dense() for net in (model, other))
+    torch.testing.assert_close(found, wanted)
+    assert wanted.any()
+
+
 CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "of one axis": (nn.Conv1d(3, 4, 2), (3, 5)),
     "of two axes": (nn.Conv2d(2, 3, 2, padding=1), (2, 3, 4)),

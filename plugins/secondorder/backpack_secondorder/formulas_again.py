@@ -66,6 +66,12 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 - (-x).sigmoid(), x.sigmoid())
 
 
+def _hard_sigmoid(node: Any, arrived: Tensor | None) -> Grads:
+    """A sixth of what arrived, where the function is not constant."""
+    x = node._saved_self
+    return (None if arrived is None else arrived * (x.abs() < 3).to(x.dtype) / 6,)
+
+
 def _log_softmax(node: Any, arrived: Tensor | None) -> Grads:
     """``g - p Σ g``. A probability near one is one minus the others: its derivative is their sum.
 
@@ -92,6 +98,7 @@ FORMULAS: Formulas = {
     "BinaryCrossEntropyBackward0": _binary_cross_entropy,
     "BinaryCrossEntropyWithLogitsBackward0": _with_logits,
     "EmbeddingBagBackward0": of_bags,
+    "HardsigmoidBackward0": _hard_sigmoid,
     "LogSigmoidBackward0": _log_sigmoid,
     "LogSoftmaxBackward0": _log_softmax,
     "WeightNormInterfaceBackward0": _weight_norm,
