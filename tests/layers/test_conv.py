@@ -8,6 +8,7 @@ from torch import nn
 
 from backpack_core.errors import UnsupportedError
 from backpack_firstorder import contractions as first
+from backpack_firstorder.contractions import norm
 from backpack_layers.conv import ConvRule, ConvTransposeRule, DirectPatches
 from backpack_products import contractions
 from tests import oracle
@@ -213,6 +214,49 @@ def test_sums_of_patches_without_patches(dims: int, settings: dict[str, Any]) ->
     inp = torch.randn(3, 4, *SIZES[dims])
     patches = DirectPatches(layer, ConvRule._unfold, inp, layer(inp).shape[2:])
     oracle.assert_close(patches.position_sum(), patches[:].sum(1))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("settings", CONV_CASES, ids=str)
+def test_inner_products_of_patches_without_patches(dims: int, settings: dict[str, Any]) -> None:
+    layer = CONV[dims](4, 8, **settings)
+    inp = torch.randn(3, 4, *SIZES[dims])
+    patches = DirectPatches(layer, ConvRule._unfold, inp, layer(inp).shape[2:])
+    some = patches[1:].transpose(1, 2).flatten(0, 1)
+    oracle.assert_close(patches.gram(slice(1, 3)), some @ some.mT)
+
+
+def test_inner_products_of_pixels_are_chosen() -> None:
+    """For wide layers on small maps, and not for narrow ones on large maps, or with strides."""
+    sizes = []
+    for channels, stride, length in ((256, 1, 8), (512, 1, 4), (64, 1, 32), (256, 2, 8)):
+        layer = nn.Conv2d(channels, channels, 3, stride, padding=1, device="meta")
+        x = torch.empty(2, channels, length, length, device="meta")
+        sizes.append(DirectPatches(layer, ConvRule._unfold, x, layer(x).shape[2:]).gram_size())
+    assert sizes == [100**2 + 64**2, 36**2 + 16**2, 0, 0]
+
+
+@pytest.mark.host("values are looked at")
+@pytest.mark.parametrize("size", [1, 10**6], ids=["all samples", "one by one"])
+@pytest.mark.parametrize("settings", CONV_CASES, ids=str)
+def test_norms_by_pixels(
+    settings: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In single precision, where inner products are checked afterwards."""
+    calls = []
+    gram = DirectPatches.gram
+    monkeypatch.setattr(DirectPatches, "gram_size", lambda patches: size)
+    monkeypatch.setattr(DirectPatches, "gram", lambda *given: calls.append(1) or gram(*given))
+    monkeypatch.setattr("backpack_firstorder.contractions.is_gram_cheaper", lambda *given: True)
+    layer = nn.Conv2d(4, 8, **settings).float()
+    out = layer(x := torch.randn(3, 4, 11, 10, dtype=torch.float32))
+    patches = DirectPatches(layer, ConvRule._unfold, x, out.shape[2:])
+    columns = torch.randn_like(out).unflatten(1, (layer.groups, -1)).flatten(3).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        found = norm(columns.unsqueeze(0), patches).value()
+    wanted = torch.einsum("nsgo,nsgi->ngoi", columns, patches[:]).flatten(1).norm(dim=1)
+    torch.testing.assert_close(found.squeeze(0).to(wanted.dtype), wanted)
+    assert len(calls) == (1 if size == 1 else 3)
 
 
 @pytest.mark.host("the library of the host is asked")

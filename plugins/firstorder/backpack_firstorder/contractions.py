@@ -7,6 +7,7 @@ several, from one formation of ``M``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 
 import torch
@@ -37,8 +38,8 @@ from backpack_products.contractions import (
 from backpack_products.host_functions import HostFunction
 from backpack_products.multiply import multiply_each
 from backpack_products.recycled import take
-from backpack_products.rows import Rows, whole
-from backpack_products.tuning import BAND, READ, SHARED
+from backpack_products.rows import DirectRows, Rows, whole
+from backpack_products.tuning import BAND, CACHE, READ, SHARED
 
 # A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
@@ -202,14 +203,12 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
 def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """Squared norms from Gram matrices of unscaled factors, unless digits may be lost."""
     squares, lost = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
-    for rows in row_steps(inp, out.element_size()):
-        right = _by_group(inp[rows])
-        seen = _gram(right)
+    for rows, seen in _grams(inp, out.element_size()):
         for number, column in enumerate(out[:, rows]):
             left, count = _by_group(column), len(column)
             pairs = _gram(left)
             # A product of entries may be off by the smallest number, times the other inner product.
-            peaks = _peak(seen) * left.shape[2] + _peak(pairs) * right.shape[2] + 1
+            peaks = _peak(seen) * left.shape[2] + _peak(pairs) * inp.shape[3] + 1
             lost[number, rows] = peaks.view(count, -1).sum(1)
             squares[number, rows] = _met(pairs, seen).view(count, -1).sum(1)
     limit = torch.finfo(out.dtype)
@@ -218,15 +217,30 @@ def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
     return squares.double() if is_kept else _scaled_norm(out, inp).squares
 
 
+def _grams(inp: Rows, itemsize: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """:func:`_gram` of inputs, for some samples at a time."""
+    direct = inp if isinstance(inp, DirectRows) and not torch.is_grad_enabled() else None
+    size = 0 if direct is None else direct.gram_size()
+    if direct is None or not size:
+        yield from ((rows, _gram(_by_group(inp[rows]))) for rows in row_steps(inp, itemsize))
+        return
+    for rows in slices(inp.shape[0], CACHE // (size * itemsize)):
+        whole = direct.gram(rows)
+        yield rows, [whole[:, band, band.start :] for band in _bands(whole.shape[1])]
+
+
 def _gram(mat: Tensor) -> list[Tensor]:
     """Inner products of the positions of ``[n, S, I]``: bands on and above the diagonal.
 
     A band is ``[n, b, S - start]``: of ``b`` positions with themselves and all later ones.
     """
-    positions = mat.shape[1]
-    step = positions if positions < 2 * BAND else max(BAND, -(-positions // 4))
-    bands = slices(positions, step)
+    bands = _bands(mat.shape[1])
     return [multiply_each(mat[:, band], mat[:, band.start :].mT) for band in bands]
+
+
+def _bands(positions: int) -> Iterator[slice]:
+    step = positions if positions < 2 * BAND else max(BAND, -(-positions // 4))
+    return slices(positions, step)
 
 
 def _met(first: list[Tensor], second: list[Tensor]) -> Tensor:

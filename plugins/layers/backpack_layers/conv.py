@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -25,8 +26,10 @@ from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import over_columns, transposed
 from backpack_operations.operands import Operand, products_at
 from backpack_products.affine import AffineProduct
+from backpack_products.multiply import multiply_each
 from backpack_products.parametric import AffineRule
 from backpack_products.rows import DirectRows
+from backpack_products.tuning import READ, WRITE
 
 
 class _ConvolutionRule(AffineRule):
@@ -212,6 +215,30 @@ class DirectPatches(Patches, DirectRows):
         columns, samples, _, groups, features = out.shape
         gradient = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
         return gradient.reshape(groups, columns, features, self.shape[3]).transpose(0, 1)
+
+    def gram_size(self) -> int:
+        """The size of a Gram matrix over pixels, if that takes less time than one over patches."""
+        conv, (_, positions, groups, size) = self._conv, self.shape
+        padding, lengths = _padding(conv), self._input.shape[2:]
+        pixels = torch.Size(n + sum(p) for n, p in zip(lengths, padding, strict=True)).numel()
+        channels, shifts = conv.in_channels // groups, size * groups // conv.in_channels
+        by_pixels = pixels**2 * (channels + WRITE) + shifts * positions**2 * (2 * READ + WRITE)
+        by_patches = positions * size * (0.6 * positions + READ + WRITE)
+        return groups * (pixels**2 + positions**2) if by_pixels < by_patches else 0
+
+    def gram(self, samples: slice) -> Tensor:
+        """``Σ_k ⟨x[s + k], x[t + k]⟩`` over the entries ``k`` of the kernel, for pixels ``x``."""
+        conv, x = self._conv, _pad(self._conv, self._input[samples])
+        pixels = x.reshape(len(x) * conv.groups, -1, x.shape[2:].numel())
+        met = multiply_each(pixels.mT, pixels).view(-1, *x.shape[2:], *x.shape[2:])
+        total: Tensor | None = None
+        for entry in product(*map(range, conv.kernel_size)):
+            axes = zip(entry, self._size, conv.stride, conv.dilation, strict=True)
+            seen = [slice(k * d, k * d + s * (n - 1) + 1, s) for k, n, s, d in axes]
+            part = met[(slice(None), *seen, *seen)]
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        return total.reshape(-1, self.shape[1], self.shape[1])
 
     def _weight_gradient(
         self, out: Tensor, samples: slice, lead: tuple[int, int], groups: int

@@ -92,3 +92,11 @@ class DirectRows(ABC):
     @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:
         """``M``, ``[n·G, v·O, I]``, for columns ``[v, n, S, G, O]`` of the samples ``rows``."""
+
+    def gram_size(self) -> int:
+        """How many numbers :meth:`gram` holds for a sample; 0 if inputs of each position do it."""
+        return 0
+
+    def gram(self, rows: slice) -> Tensor:
+        """``⟨inp_s, inp_t⟩``, ``[n·G, S, S]``, of some samples."""
+        raise NotImplementedError
