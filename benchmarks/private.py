@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from backpack_capture import capture
 from backpack_core import backpack, extend
 from backpack_privacy import Accountant, Clipping, Private, make_private
 from backpack_privacy.randomness import SUMMED, source
@@ -109,16 +110,20 @@ def epsilons() -> str:
     return f"{ours.epsilon(1e-5):.4f} {theirs.get_epsilon(1e-5):.4f}"
 
 
-def step_of(problem: Problem, batch: int) -> tuple[Step, nn.Module]:
-    """A private pass, up to the clipped sums."""
+def step_of(problem: Problem, batch: int, is_captured: bool = False) -> tuple[Step, nn.Module]:
+    """A private pass, up to the clipped sums; or the same as a captured step."""
     private, x, y = private_of(problem, batch, "flat")
     draws = importlib.import_module("backpack_privacy.sampling")
     draw = draws.Draw(range(batch), batch, is_last=False)  # so that the optimizer takes no step
+    replay = capture(lambda x, y: private.lossfunc(private.model(x), y), private)
 
     def step() -> None:
         private.begins()
         private.draws(draw)
-        private.step(private.lossfunc(private.model(x), y))
+        if is_captured:
+            replay(x, y)
+        else:
+            private.step(private.lossfunc(private.model(x), y))
 
     return step, private.model
 
@@ -131,6 +136,7 @@ def times(problem: Problem, batch: int, seconds: float, clock: str) -> dict[str,
         for name in ("gradient", "vmap", "opacus", "ghost")
     }
     makers["private"] = lambda: step_of(problem, batch)
+    makers["captured"] = lambda: step_of(problem, batch, is_captured=True)
     steps, models = dict[str, Step](), dict[str, nn.Module]()
     for name, make in makers.items():
         try:
@@ -138,7 +144,7 @@ def times(problem: Problem, batch: int, seconds: float, clock: str) -> dict[str,
             for _ in range(SETTLED):
                 step()
         except Exception:  # whatever it is, the peer cannot do this
-            if name in ("gradient", "private"):
+            if name in ("gradient", "private", "captured"):
                 raise
         else:
             steps[name], models[name] = step, model
