@@ -67,3 +67,7 @@ class _Sent(torch.autograd.Function):
                 1
             ]
         return gradient, in_image, in_kernel, None, None
+
+
+# The type of the nodes that are made here.
+SENT: Any = _Sent._backward_cls

@@ -28,6 +28,7 @@ from backpack_products.contexts import suspended
 from backpack_products.contractions import flattened
 from backpack_products.transposition import somewhere
 from backpack_products.values import is_symbolic
+from backpack_secondorder.convolution_again import SENT
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -185,7 +186,9 @@ class HessianOperator(Operator):
             gradients = self._gradients
         roots = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
         nodes = behind(roots).union(roots)
-        return frozenset() if any(map(is_function, nodes)) else frozenset(map(type, nodes))
+        kinds = frozenset(map(type, nodes))
+        is_of_users = any(is_function(node) and type(node) is not SENT for node in nodes)
+        return frozenset() if is_of_users else kinds
 
 
 class CurvatureOperator(Operator):
