@@ -54,6 +54,20 @@ def test_a_net_on_a_grid_with_as_many_features_as_samples() -> None:
     compare(deep_operator_net("product", N, N))
 
 
+@pytest.mark.parametrize("width", [N - 1, N])
+@pytest.mark.parametrize("codes", [1, N - 1, N + 1])
+def test_a_net_makes_weights_of_codes(codes: int, width: int) -> None:
+    """A weight that is as long as the batch by chance has no samples, as its code has none."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for weight in net.weights(torch.linspace(-1, 1, 2 * codes).view(codes, 2)):
+            x = F.linear(x, weight.view(width, width)).tanh()
+        return x
+
+    model = Net(forward, weights=nn.Linear(2, width**2))
+    compare(Problem(model, (torch.randn(N, width),), nn.MSELoss(), torch.randn(N, width)))
+
+
 @pytest.mark.parametrize("features", [N, N + 1])
 def test_a_net_on_a_grid_gives_the_bias_of_a_function(features: int) -> None:
     """A bias is repeated for every sample, also where it is as long as the batch."""

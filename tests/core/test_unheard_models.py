@@ -126,6 +126,16 @@ def test_a_model_on_picked_rows_of_another() -> None:
     assert found.any(1).tolist() == [False, True, False, True]
 
 
+def test_a_model_behind_what_others_computed() -> None:
+    model, scale = extend(net()), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    x, y = (torch.randn(N, size, dtype=torch.float64) for size in (3, 2))
+    form: Any = lambda run, loss, x, y: loss(run(x * scale)[[1, 3]], y[[1, 3]])  # noqa: E731
+    with backpack(BatchGrad()):
+        form(model, extend(nn.MSELoss(reduction="sum")), x, y).backward()
+    for own, each in zip(model.parameters(), wanted(model, form, x, y), strict=True):
+        torch.testing.assert_close(own.grad_batch, each)  # type: ignore[attr-defined]
+
+
 def test_told_samples_must_fit() -> None:
     model, loss = extend(net()), extend(nn.MSELoss(reduction="sum"))
     x, y = (torch.randn(N, size, dtype=torch.float64) for size in (3, 2))

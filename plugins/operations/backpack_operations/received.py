@@ -169,8 +169,8 @@ class ModelRun(Run):
                     self._passed.append(hold_address(result))
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
-        """Note what the model returned for inputs without a graph; see :func:`returned`."""
-        if not self.sizes or self.has_computed_input:
+        """Note what the model returned; see :func:`returned`."""
+        if not self.sizes:
             return
         for tensor in results:
             node: Any = tensor.grad_fn
@@ -201,7 +201,7 @@ def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: i
 
 
 def returned(node: Node) -> Mapping[int, ModelRun]:
-    """The runs of extended models that returned outputs of a node for inputs without a graph."""
+    """The runs of extended models that returned outputs of a node, by the number of the output."""
     metadata: Any = node.metadata
     runs: Mapping[int, ModelRun] = metadata.get(RETURNED, MappingProxyType({}))
     return runs
@@ -209,7 +209,8 @@ def returned(node: Node) -> Mapping[int, ModelRun]:
 
 def is_returned(node: Node, number: int) -> bool:
     """Whether an output of a node is what an extended model returned for inputs without a graph."""
-    return number in returned(node)
+    run = returned(node).get(number)
+    return run is not None and not run.has_computed_input
 
 
 def memories_of_buffers(call: Call) -> set[int]:

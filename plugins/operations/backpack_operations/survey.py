@@ -165,12 +165,15 @@ class GraphSurvey(Survey):
         ``F.linear(x, self.part.weight)``. If a loss is a part of the model, it is what the loss
         returned.
         """
-        heard = {id(call.run.inputs) for call, _ in self.sites if not self.is_loss(call)}
         behind = {node: returned(node) for node, _ in self.between}
         found = {(node, nr): run for node, runs in behind.items() for nr, run in runs.items()}
+        heard = set[int]()
         for site in self.sites.values():
             run = site.call.run
-            if self.is_loss(site.call) and isinstance(run, ModelRun) and not run.has_computed_input:
+            # A loss that is extended by itself receives what models computed, and no samples.
+            if not self.is_loss(site.call) or run.has_computed_input:
+                heard.add(id(run.inputs))
+            elif isinstance(run, ModelRun):
                 found[site.edge[:2]] = run
         return {output: run for output, run in found.items() if id(run.inputs) not in heard}
 
