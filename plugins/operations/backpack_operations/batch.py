@@ -182,6 +182,7 @@ def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], se
         Numbers of rows that were picked from more, or that several axes were merged into; and
         numbers of rows that were scattered into more, unless a view has that many rows as well.
     """
+    survey.tables = {site.edge.node for site in survey.sites.values() if _is_of_code(site.call)}
     origins, picked, scattered, of_views = Origins(survey), set(), set(), set()
     for node, before, after in _changes(survey):
         (n, *inner), (rows, *others), name = before, after, nodes.operation_of(node)
@@ -189,11 +190,18 @@ def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], se
         is_merged &= len(inner) > len(others) or name == "Repeat"
         is_known = name in nodes.PICKS and (rows < n or is_merged)
         if is_known or (is_merged and name in ("View", "UnsafeView", "Repeat")):
-            picked |= set() if origins.of_weights(node) else {rows}
+            picked |= set() if origins.of_tables(node) else {rows}
         elif name in nodes.SCATTERS and n < rows and n not in of_views:
             scattered.add(n)
         of_views |= {rows} if name in ("View", "UnsafeView") else set()  # consumers come first
+    survey.tables = set()
     return picked, scattered
+
+
+def _is_of_code(call: Call) -> bool:
+    """Whether a call received one row that is not of the model's input, to make weights of it."""
+    is_single = not call.rule.is_loss and [*_entering([call])] == [1]
+    return is_single and bool(call.run.sizes) and not call.receives_input
 
 
 def _pooled(survey: GraphSurvey) -> dict[int, int]:
