@@ -97,6 +97,28 @@ def test_curvature_of_samples_that_do_not_exist(name: str) -> None:
         run(net(NETS[name]), squares, DiagGGNExact())
 
 
+SPLIT: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "stacked": lambda h, p: torch.stack([h, p]).sin().unbind(0),
+    "joined": lambda h, p: torch.cat([h, p[1:]]).sin().split([N, N - 1]),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_beside_those_of_a_parameter(name: str) -> None:
+    """The columns of one part are kept apart, as it has no samples; the other part has some."""
+    is_centred = False
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h, p = SPLIT[name](net.a(x).flatten(1), net.p)
+        return (h - h.mean(0) if is_centred else h) + p.sum(0)
+
+    model = Net(forward, a=nn.Linear(3, 3), p=nn.Parameter(torch.randn(N, 3 * T)))
+    run(model, squares)
+    is_centred = True
+    with pytest.raises(SampleMixingError, match=r"Between the operation \w+ and its result"):
+        run(model, squares)
+
+
 def test_nothing_is_said_if_nothing_is_asked() -> None:
     run(net(_centred), squares, check="never")
     with pytest.raises(UsageError, match="check is one of first, always, never"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
 from backpack_core.errors import BridgeError, SampleMixingError
@@ -62,6 +63,20 @@ def test_a_matrix_of_edges(sparse: Callable[[Tensor], Tensor], is_given: bool) -
         lossfunc(dense(x), y).backward()
     assert_close(found[0], model.first.weight.grad_batch)
     assert_close(found[1], model.first.weight.diag_ggn_exact)
+
+
+@LAYOUTS
+def test_a_checkpoint_of_edges(sparse: Callable[[Tensor], Tensor]) -> None:
+    """It is computed again between chunks, as long as what it holds is small."""
+    torch.manual_seed(0)
+    (x, y), alone = data(), sparse(torch.eye(6, dtype=torch.double))
+    model, lossfunc = extend(Neighbours(alone)), extend(nn.CrossEntropyLoss())
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    wanted = model.first.weight.diag_ggn_exact
+    with backpack(DiagGGNExact(chunk_size=1)):
+        lossfunc(checkpoint(model, x, use_reentrant=False), y).backward()
+    assert_close(model.first.weight.diag_ggn_exact, wanted)
 
 
 def test_edges_between_samples() -> None:

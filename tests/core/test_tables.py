@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backpack_core import backpack, extend
 from backpack_core.extensions import KFLR, BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Net, Problem
@@ -52,6 +53,41 @@ def test_a_net_on_a_grid(join: str, points: int) -> None:
 
 def test_a_net_on_a_grid_with_as_many_features_as_samples() -> None:
     compare(deep_operator_net("product", N, N))
+
+
+@pytest.mark.parametrize("width", [N - 1, N])
+@pytest.mark.parametrize("codes", [1, N - 1, N + 1])
+def test_a_net_makes_weights_of_codes(codes: int, width: int) -> None:
+    """A weight that is as long as the batch by chance has no samples, as its code has none."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for weight in net.weights(torch.linspace(-1, 1, 2 * codes).view(codes, 2)):
+            x = F.linear(x, weight.view(width, width)).tanh()
+        return x
+
+    model = Net(forward, weights=nn.Linear(2, width**2))
+    compare(Problem(model, (torch.randn(N, width),), nn.MSELoss(), torch.randn(N, width)))
+
+
+@pytest.mark.parametrize("width", [N - 1, N])
+def test_parts_of_weights_are_not_picked_rows(width: int) -> None:
+    """One argument is a single row, as is the code of the weights: the samples are the others."""
+
+    def forward(net: Any, x: Tensor, scale: Tensor) -> Tensor:
+        weights = net.weights(torch.tensor([[0.3, -0.4]]))[0]
+        found = F.linear(x * scale, weights[: width**2].view(width, width), weights[width**2 :])
+        return net.last(found.tanh())  # type: ignore[no-any-return]
+
+    parts = {"weights": nn.Linear(2, width**2 + width), "last": nn.Linear(width, width)}
+    model, loss = extend(Net(forward, **parts)), extend(nn.MSELoss(reduction="sum"))
+    x, scale, y = torch.randn(N, width), torch.randn(1, width), torch.randn(N, width)
+    with backpack(BatchGrad()):
+        loss(model(x, scale), y).backward()
+    own = [*model.parameters()]
+    losses = [loss(model(x[n : n + 1], scale), y[n : n + 1]) for n in range(N)]
+    wanted = zip(*(torch.autograd.grad(each, own) for each in losses), strict=True)
+    for parameter, each in zip(own, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(each))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("features", [N, N + 1])

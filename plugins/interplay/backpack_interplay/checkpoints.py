@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import checkpoint as torch_checkpoint
 
 from backpack_core import _torch
-from backpack_core._torch import Node, peek_transform, saving_hooks
+from backpack_core._torch import Node, has_memory, peek_transform, saving_hooks
 from backpack_core.errors import BackpackError
 from backpack_core.record.models import NO_RUN, still_running
 
@@ -116,7 +116,7 @@ class Recomputed(dict[tuple[Any, Any], int]):
             frame = reference()
             # A recomputation that began a nested one is still running: it must not be dropped.
             is_settled = size or frame is None or not frame.is_recomputed[task]
-            tensors = () if is_settled else frame.recomputed[task].values()
+            tensors = () if is_settled else filter(has_memory, frame.recomputed[task].values())
             storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
             self[reference, task] = size or sum(s.nbytes() for s in storages.values())
         while sum(self.values()) > self._bound:

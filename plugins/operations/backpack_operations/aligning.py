@@ -115,7 +115,8 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
 
     ``wpe(torch.arange(T))`` with ``T = N`` is one: the call received nothing of the model's input,
     and its output is small enough to be one for all samples, is computed from buffers, or is added
-    to every sample. Results are exact even if it is not a table, only slower.
+    to every sample. Or it received as many rows as no samples have, such as the code from which a
+    net makes weights. Results are exact even if it is not a table, only slower.
     """
     call = site.call
     if (
@@ -129,8 +130,10 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
         return False
     if any(edge is not None for edge in call.edges) or owners.ids.of_input(call) is not None:
         return False
+    is_other = max(0, survey.received.get(site[:2], 0)) % survey.batch_size > 0
+    is_other &= survey.depth is None and not survey.is_told  # else samples have rows of any number
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
-    return is_small or is_of_buffers(call) or call in _repeated(survey)
+    return is_other or is_small or is_of_buffers(call) or call in _repeated(survey)
 
 
 def _repeated(survey: GraphSurvey) -> set[Call]:

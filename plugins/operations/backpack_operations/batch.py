@@ -49,13 +49,16 @@ def batch_of(survey: GraphSurvey) -> int:
     sample (``logits.flatten(0, 1)``), a module may receive a table of positions, samples merged
     into one, or some samples that were picked.
     """
-    received = survey.received
+    received, unheard = survey.received, survey.unheard
     sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received]
+    for output, run in unheard.items():  # a number has no rows
+        sizes += (nodes.lengths_of(*output) or run.sizes)[:1]
     if not sizes:
         return 0
     calls = dict.fromkeys(call for call, _ in received if not survey.is_loss(call))
-    runs = [n for call in calls for n in call.run.sizes]
-    outer = {n for call in calls if not call.run.has_computed_input for n in call.run.sizes}
+    every = (*(call.run for call in calls), *unheard.values())
+    runs = [n for run in every for n in run.sizes]
+    outer = {n for run in every if not run.has_computed_input for n in run.sizes}
     losses, entering = _of_losses(survey), [*_entering(calls)]
     pooled = {} if survey.is_declared else _pooled(survey)
     runs, outer = [pooled.get(n, n) for n in runs], {pooled.get(n, n) for n in outer}
@@ -92,7 +95,8 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
         with rows.
     """
     received = [item for item in survey.received.items() if not survey.is_loss(item[0][0])]
-    runs = {id(call.run) for (call, _), _ in received}
+    unheard = survey.unheard
+    runs = {id(run) for run in (*(call.run for (call, _), _ in received), *unheard.values())}
     is_one = len(runs) == 1 and id(NO_RUN) not in runs
     if is_one or not (survey.tells_samples or len({size for _, size in received}) > 1):
         return 0, {}
@@ -109,16 +113,18 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
             is_given = is_first and size == len(view[1])
             node = survey.sites[call, index].edge.node if is_given else None
             (inner if run.has_computed_input else outer)[view[0]].append((view[1], node))
+    for (node, number), run in unheard.items():
+        if run.rows is not None:
+            is_given = nodes.lengths_of(node, number)[:1] == (len(run.rows[1]),)
+            outer[run.rows[0]].append((run.rows[1], node if is_given else None))
     for memory in outer or inner:  # an inner model has the samples of the model around it
         outer[memory] += inner[memory]
     parts = [of for of in outer.values() if len({rows for rows, _ in of}) > 1]
     every = [sorted({row for rows, _ in of for row in rows}) for of in parts]
     if not every or any(rows != every[0] for rows in every):
         return 0, {}
-    call = received[0][0][0]
-    device = call.stored.outputs[0].device
     return len(every[0]), {
-        node: torch.tensor([bisect_left(every[0], row) for row in rows], device=device)
+        node: torch.tensor([bisect_left(every[0], row) for row in rows], device="cpu")
         for of in parts
         for rows, node in of
         if node is not None
@@ -176,6 +182,7 @@ def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], se
         Numbers of rows that were picked from more, or that several axes were merged into; and
         numbers of rows that were scattered into more, unless a view has that many rows as well.
     """
+    survey.tables = {site.edge.node for site in survey.sites.values() if _is_of_code(site.call)}
     origins, picked, scattered, of_views = Origins(survey), set(), set(), set()
     for node, before, after in _changes(survey):
         (n, *inner), (rows, *others), name = before, after, nodes.operation_of(node)
@@ -183,11 +190,18 @@ def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], se
         is_merged &= len(inner) > len(others) or name == "Repeat"
         is_known = name in nodes.PICKS and (rows < n or is_merged)
         if is_known or (is_merged and name in ("View", "UnsafeView", "Repeat")):
-            picked |= set() if origins.of_weights(node) else {rows}
+            picked |= set() if origins.of_tables(node) else {rows}
         elif name in nodes.SCATTERS and n < rows and n not in of_views:
             scattered.add(n)
         of_views |= {rows} if name in ("View", "UnsafeView") else set()  # consumers come first
+    survey.tables = set()
     return picked, scattered
+
+
+def _is_of_code(call: Call) -> bool:
+    """Whether a call received one row that is not of the model's input, to make weights of it."""
+    is_single = not call.rule.is_loss and [*_entering([call])] == [1]
+    return is_single and bool(call.run.sizes) and not call.receives_input
 
 
 def _pooled(survey: GraphSurvey) -> dict[int, int]:

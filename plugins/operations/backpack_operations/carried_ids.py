@@ -137,7 +137,7 @@ class CarriedIds:
         node, output_nr = output
         shape, rows = nodes.lengths_of(node, output_nr), self._survey.call_rows.get(node)
         if rows is not None:
-            return along(rows.cpu(), 0, shape)
+            return along(rows, 0, shape)
         if (site := self._call_keeping_samples(output)) is not None:
             if self.operands(output).get(0) in self._survey.guessed:
                 self._survey.guessed.add(output)
@@ -340,9 +340,10 @@ class CarriedIds:
         survey.are_by_values |= not is_usual
         return ids
 
-    @property
+    @cached_property
     def _runs(self) -> list[Run]:
-        return [*{id(call.run): call.run for call, _ in self._survey.received}.values()]
+        runs = (*(call.run for call, _ in self._survey.received), *self._survey.unheard.values())
+        return [*{id(run): run for run in runs}.values()]
 
     def _of_leaf(self, node: Node) -> SampleIds | None:
         """The ids of data that require a gradient."""

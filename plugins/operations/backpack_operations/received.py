@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -19,8 +20,8 @@ from backpack_core.record.models import Place, Run, owner_of
 from backpack_operations._torch import modes
 from backpack_products.substitutes import note_substitutes
 
-# The key in the metadata of autograd nodes for outputs that a model returned.
-_RETURNED: Final = "backpack_returned"
+# The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
+RETURNED: Final = "backpack_returned"
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -168,13 +169,13 @@ class ModelRun(Run):
                     self._passed.append(hold_address(result))
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
-        """Note what the model returned for inputs without a graph; see :func:`is_returned`."""
-        if not self.sizes or self.has_computed_input:
+        """Note what the model returned; see :func:`returned`."""
+        if not self.sizes:
             return
         for tensor in results:
             node: Any = tensor.grad_fn
             if node is not None:
-                node.metadata.setdefault(_RETURNED, set()).add(tensor.output_nr)
+                node.metadata.setdefault(RETURNED, {})[tensor.output_nr] = self
 
     def seen_as(self, memories: dict[int, SampleLayout]) -> ModelRun:
         """The run as a call refers to it whose inputs have other memories."""
@@ -199,10 +200,17 @@ def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: i
     return run
 
 
+def returned(node: Node) -> Mapping[int, ModelRun]:
+    """The runs of extended models that returned outputs of a node, by the number of the output."""
+    metadata: Any = node.metadata
+    runs: Mapping[int, ModelRun] = metadata.get(RETURNED, MappingProxyType({}))
+    return runs
+
+
 def is_returned(node: Node, number: int) -> bool:
     """Whether an output of a node is what an extended model returned for inputs without a graph."""
-    metadata: Any = node.metadata
-    return number in metadata.get(_RETURNED, ())
+    run = returned(node).get(number)
+    return run is not None and not run.has_computed_input
 
 
 def memories_of_buffers(call: Call) -> set[int]:

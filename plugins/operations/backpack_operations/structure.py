@@ -26,6 +26,7 @@ from backpack_operations._torch import CopyNode
 from backpack_operations.noted import Noted, Unplanned, noted_of
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.received import (
+    RETURNED,
     ModelRun,
     Rows,
     memories_of_buffers,
@@ -89,6 +90,9 @@ class Structure:
             facts.append(number)  # which part of a chunk it is
             noted: Any = node.metadata
             found = noted[SITES].get(number) if SITES in noted else None
+            if RETURNED in noted and number in noted[RETURNED]:
+                run = noted[RETURNED][number]
+                facts.append(self._runs.get(run) or self._belongs_to(run))
             if VIEWED in noted:
                 for call, _, layout in noted[VIEWED].get(number, ()):
                     if layout.is_whole and call not in region:

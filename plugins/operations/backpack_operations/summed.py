@@ -42,7 +42,8 @@ def told_by_sums(survey: GraphSurvey, roots: Iterable[Edge]) -> Told | None:
     sums = [*_as_long(survey, terms, count)]
     if not any(is_returned(edge.node, edge.output_nr) for edge in sums):
         return None
-    received = {size for call, _ in survey.received for size in call.run.sizes if size > count}
+    runs = (*(call.run for call, _ in survey.received), *survey.unheard.values())
+    received = {size for run in runs for size in run.sizes if size > count}
     for edge in sums if received else ():
         is_kept = nodes.operation_of(edge.node) in nodes.VIEWS | nodes.TURNS | {"Stack"}
         if is_kept or survey.site_at(edge) is not None:  # a module with a rule keeps rows

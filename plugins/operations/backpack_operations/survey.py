@@ -20,8 +20,10 @@ from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode, is_saved_plainly
 from backpack_operations.alignment import Alignment
 from backpack_operations.data import Source
+from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import reached
 from backpack_operations.parameter_owners import owned_by_models
+from backpack_operations.received import ModelRun, returned
 from backpack_operations.told import Told
 from backpack_operations.viewed import Layout, below, site_at, viewed_at
 from backpack_products.substitutes import computed_substitutes
@@ -156,6 +158,26 @@ class GraphSurvey(Survey):
         return next((why for why, is_so in reasons.items() if is_so), "")
 
     @property
+    def unheard(self) -> dict[NodeOutput, ModelRun]:
+        """What models returned that called none of their modules, each with the run.
+
+        Such a model has its parameters in modules that it only holds:
+        ``F.linear(x, self.part.weight)``. If a loss is a part of the model, it is what the loss
+        returned.
+        """
+        behind = {node: returned(node) for node, _ in self.between}
+        found = {(node, nr): run for node, runs in behind.items() for nr, run in runs.items()}
+        heard = set[int]()
+        for site in self.sites.values():
+            run = site.call.run
+            # A loss that is extended by itself receives what models computed, and no samples.
+            if not self.is_loss(site.call) or run.has_computed_input:
+                heard.add(id(run.inputs))
+            elif isinstance(run, ModelRun):
+                found[site.edge[:2]] = run
+        return {output: run for output, run in found.items() if id(run.inputs) not in heard}
+
+    @property
     def is_told(self) -> bool:
         """Whether the given sample of each row differs from one sample for each row, in order."""
         return self.told is not None and not self.told.is_usual
@@ -284,8 +306,9 @@ class GraphSurvey(Survey):
         Raises:
             UsageError: It does not fit.
         """
-        runs = (call.run for call, _ in self.sites if not self.is_loss(call))
         if self.told is not None:
+            runs = [call.run for call, _ in self.sites if not self.is_loss(call)]
+            runs += self.unheard.values()
             self.told = self.told.fitting(run for run in runs if not run.has_computed_input)
 
     def leave_out(self, call: Call) -> None:
