@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_capture import capture
 from backpack_core.errors import UsageError
@@ -209,3 +209,36 @@ def test_what_losses_divide_by_is_compared_in_graphs() -> None:
             with pytest.raises(UsageError, match="divides by 4, but CrossEntropyLoss divides by 3"):
                 step(x, y)
             break
+
+
+class Steps(nn.Module):
+    """Layers on each step of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (
+            nn.Linear(128, 512),
+            nn.Linear(512, 128),
+            nn.Linear(128, 5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean over steps."""
+        return self.last(self.second(self.first(x).tanh()).mean(1))  # type: ignore[no-any-return]
+
+
+def test_norms_of_single_precision() -> None:
+    """They are stored in double precision, but are no more precise than the parameters."""
+    torch.manual_seed(0)
+    model, lossfunc = Steps().float(), nn.CrossEntropyLoss()
+    data = TensorDataset(torch.randn(4, 64, 128, dtype=torch.float32), torch.randint(5, (4,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(
+        model, lossfunc, optimizer, DataLoader(data, batch_size=4), noise_multiplier=1.0,
+        max_norm=1.0, sampling="shuffled",
+    )  # fmt: skip
+    step = capture(lambda x, y: lossfunc(model(x), y), private)
+    for _ in range(12):
+        for x, y in private.loader:
+            step(x, y)
+    assert replays(step), step.report()

@@ -241,22 +241,31 @@ class Graph:
                 return outcome, "results of another type"
             if right.form != self.results.form or right.places != self.results.places:
                 return outcome, "results in other places"
+            # A result in double precision may come from parameters in single precision.
+            real = [p for p in self._parameters if p.is_floating_point()]
+            unit = max(map(rounding_unit, real), default=0.0)
             for ours, its in zip(found, right.tensors, strict=True):
-                difference = difference_of(ours, its)
+                difference = difference_of(ours, its, unit)
                 if difference:
                     return outcome, difference
         return outcome, ""
 
 
-def difference_of(ours: Tensor, its: Tensor) -> str:
-    """What differs by more than rounding; empty if nothing does."""
+def difference_of(ours: Tensor, its: Tensor, unit: float = 0.0) -> str:
+    """What differs by more than rounding; empty if nothing does.
+
+    Args:
+        ours: A tensor.
+        its: What it is compared with.
+        unit: The rounding unit of what both come from, if that is coarser than their own.
+    """
     if ours.shape != its.shape or ours.dtype != its.dtype:
         return f"{ours.dtype} {list(ours.shape)} instead of {its.dtype} {list(its.shape)}"
     if torch.equal(ours, its):
         return ""
     if not its.is_floating_point() and not its.is_complex():
         return f"whole numbers of shape {list(its.shape)}"
-    allowed = rounding_unit(its) ** 0.6
+    allowed = max(rounding_unit(its), unit) ** 0.6
     size = its.abs().nan_to_num(0.0, 0.0, 0.0).amax()
     if torch.allclose(ours, its, rtol=0.0, atol=float(size) * allowed, equal_nan=True):
         return ""
