@@ -35,7 +35,7 @@ from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.quantities import QUANTITIES
 
 BOUND, RATE, STEPS, EPSILON_STEPS = 0.5, 0.1, 10, 1000
-RECORDED = 20  # passes after which a captured step is rarely compared with the engine
+RECORDED = 40  # passes after which a captured step is rarely compared with the engine
 KINDS: dict[str, Any] = {"flat": "flat", "for each parameter": "per_parameter"}
 # Ghost clipping of Opacus has no bounds for single parameters.
 WAYS = (("hooks", "flat"), ("ghost", "flat"), ("hooks", "for each parameter"))
