@@ -144,6 +144,7 @@ def times(problem: Problem, batch: int, seconds: float, clock: str) -> dict[str,
             step, model = make()
             for _ in range(RECORDED if name == "captured" else SETTLED):
                 step()
+                forget(model, quantity)  # as below: a step is recorded for the results it finds
         except Exception:  # whatever it is, the peer cannot do this
             if name in ("gradient", "private", "captured"):
                 raise
