@@ -130,7 +130,8 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
         return False
     if any(edge is not None for edge in call.edges) or owners.ids.of_input(call) is not None:
         return False
-    is_other = max(0, survey.received.get(site[:2], 0)) % survey.batch_size > 0
+    rows = max(0, survey.received.get(site[:2], 0))
+    is_other = survey.batch_size > 0 and rows % survey.batch_size > 0
     is_other &= survey.depth is None and not survey.is_told  # else samples have rows of any number
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
     return is_other or is_small or is_of_buffers(call) or call in _repeated(survey)
