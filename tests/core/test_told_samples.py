@@ -262,6 +262,13 @@ def test_full_backward_hooks_change_nothing(name: str, index: list[int]) -> None
 
 @PLAIN
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_steps_of_one_sample_behind_hooks() -> None:
+    """Only lengths say whose rows there are, and all are of one sample."""
+    test_full_backward_hooks_change_nothing("axis 1", INDICES["of one"])
+
+
+@PLAIN
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("is_hooked", [False, True])
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 def test_a_layer_that_makes_weights_has_no_samples(index: list[int], is_hooked: bool) -> None:

@@ -174,10 +174,11 @@ class Walk:
         is_free = is_known if is_like else not is_whole
         is_table = not result.is_loss and self._origins.of_tables(this.node)
         owners = None if is_table else self._owners.rows(*this.output, this.axis, is_free)
-        if owners is None or (
-            self._owners.ids.is_by_length(this.output)
-            and (self._is_refuted(link, owners) or self._is_other(link))
-        ):
+        if owners is None:
+            return False
+        # Of one sample, all rows are its own.
+        is_by_length = self._size > 1 and self._owners.ids.is_by_length(this.output)
+        if is_by_length and (self._is_refuted(link, owners) or self._is_other(link)):
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
         is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
