@@ -59,13 +59,11 @@ class _Sent(torch.autograd.Function):
             gradient = sent if gradient is None else gradient.add_(sent)
         if to_arrived and gradient is None and of_offset is not None:
             gradient = of_offset.reshape(-1, *[1] * (image.dim() - 2)).expand_as(arrived)
-        back = torch.ops.aten.convolution_backward
+        back, geometry = torch.ops.aten.convolution_backward, ctx.geometry
         if to_image and of_kernel is not None:
-            in_image = back(arrived, image, of_kernel, None, *ctx.geometry, (True, False, False))[0]
+            in_image, *_ = back(arrived, image, of_kernel, None, *geometry, (True, False, False))
         if to_kernel and of_image is not None:
-            in_kernel = back(arrived, of_image, kernel, None, *ctx.geometry, (False, True, False))[
-                1
-            ]
+            _, in_kernel, _ = back(arrived, of_image, kernel, None, *geometry, (False, True, False))
         return gradient, in_image, in_kernel, None, None
 
 
