@@ -25,9 +25,17 @@ Items = list[Tensor]
 SIZES = [(2, 3), (3, 1), (1, 3), (2, 2), (1, 1), (3, 2, 4), (3, 3, 2), (3, 3, 3), (2, 2, 4), (4, 5)]
 
 
+def _written(h: Tensor) -> Tensor:
+    h[:, :1] *= -2.0
+    h[:, 1:] = h[:, 1:].sigmoid()
+    h[:, 2:].relu_()
+    return h
+
+
 # From hidden states of all rows to one row for each item.
 POOLS: dict[str, Callable[[Tensor, Items], Tensor]] = {
     **bags.POOLS,
+    "written": lambda h, items: _written(bags.POOLS["sums"](h, items) * 0.5),
     "maxima": lambda h, items: torch.stack([k.amax(0) for k in bags.split(h, items)]),
 }
 
@@ -67,6 +75,7 @@ MODELS: dict[str, Callable[..., Tensor]] = {
     "two lists": lambda net, items, ids: _pooled(
         net, items, torch.cat(items) + net.e(torch.cat(ids))
     ),
+    "beside what is not used": lambda net, items, unused: _pooled(net, items, torch.cat(items) / 2),
     "list of pairs": lambda net, pairs: _pooled(
         net,
         [pair["x"] for pair in pairs],
@@ -97,6 +106,9 @@ def _given(way: str, sizes: tuple[int, ...]) -> tuple[tuple[Any, ...], Callable[
         return ([*items, index],), lambda n: ([items[n], index],)
     if way == "two lists":
         return (items, ids), lambda n: ([items[n]], [ids[n]])
+    if way == "beside what is not used":
+        unused = [torch.randn(1 + n % 2, D) for n in range(len(sizes))]
+        return (items, unused), lambda n: ([items[n]], unused[n : n + 1])
     if way == "list of pairs":
         pairs = [{"x": x, "t": t} for x, t in zip(items, ids, strict=True)]
         return (pairs,), lambda n: ([pairs[n]],)
@@ -319,7 +331,8 @@ def test_drawn(seed: int) -> None:
     random = Random(seed)
     samples = random.randint(2, 4)
     sizes = tuple(random.choice([1, samples, samples, 2 * samples, 5]) for _ in range(samples))
-    way = random.choice([way for way in MODELS if way != "packed"])
+    unclear = ("packed", "beside what is not used")  # a tensor that is not used may be the batch
+    way = random.choice([way for way in MODELS if way not in unclear])
     _check(way, random.choice([*POOLS]), sizes, random.choice(LOSSES))
 
 

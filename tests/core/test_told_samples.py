@@ -504,6 +504,38 @@ def test_a_loss_of_some_rows() -> None:
         loss.backward()
 
 
+WEIGHTED: dict[str, Callable[..., Tensor]] = {
+    "module": lambda net, x: net.a(x).tanh(),
+    "its weight": lambda net, x: F.linear(x, net.a.weight).tanh(),
+}
+
+
+@pytest.mark.parametrize("lossfunc", [nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss()])
+@pytest.mark.parametrize("way", WEIGHTED)
+@pytest.mark.parametrize("picked", [[0, 6, 2], [3, 5, 4], [8, 0, 1, 7, 2, 6], [1]])
+@pytest.mark.parametrize("index", [[0, 1, 0], [1, 0, 1], [0, 0, 1], [0, 1, 2]])
+def test_entries_that_are_picked_from_one_sample(
+    index: list[int], picked: list[int], way: str, lossfunc: nn.Module
+) -> None:
+    """They may be as many as the rows of the model's input; what belongs to whom is known."""
+    net = Net(WEIGHTED[way], a=nn.Linear(D, C, bias=False)).double()
+    x, told, places = torch.randn(3, 3, D).double(), torch.tensor(index), torch.tensor(picked)
+    places, samples = (places // 3, places % 3), told[places // 3]
+    is_of_classes = isinstance(lossfunc, nn.CrossEntropyLoss)
+    y = torch.randint(C, (len(picked),)) if is_of_classes else torch.randn(len(picked), C).double()
+    logits = net(x).movedim(1, -1)[places]
+    scale = len(picked) if is_of_classes else 1
+    each = F.cross_entropy if is_of_classes else partial(F.mse_loss, reduction="sum")
+    expected = torch.zeros(max(index) + 1, C, D).double()
+    for z, target, sample in zip(logits, y, samples, strict=True):
+        term = each(z, target) / scale
+        expected[sample] += torch.autograd.grad(term, net.a.weight, retain_graph=True)[0]
+    extend(net)
+    with backpack(BatchGrad(), samples=told):
+        extend(lossfunc)(net(x).movedim(1, -1)[places], y).backward()
+    oracle.assert_close(net.a.weight.grad_batch, expected)
+
+
 LISTS: dict[str, tuple[list[int], list[Any]]] = {
     "of one each": ([2, 3, 1], [0, 1, 2]),
     "turned": ([2, 3, 2], [2, 0, 1]),

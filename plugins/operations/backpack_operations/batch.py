@@ -56,7 +56,7 @@ def batch_of(survey: GraphSurvey) -> int:
     if not sizes:
         return 0
     calls = dict.fromkeys(call for call, _ in received if not survey.is_loss(call))
-    every = (*(call.run for call in calls), *unheard.values())
+    every = survey.runs_of(calls)
     runs = [n for run in every for n in run.sizes]
     outer = {n for run in every if not run.has_computed_input for n in run.sizes}
     losses, entering = _of_losses(survey), [*_entering(calls)]
@@ -65,7 +65,8 @@ def batch_of(survey: GraphSurvey) -> int:
     entering = [pooled.get(n, n) for n in entering]
     if {*sizes} != {sizes[0]}:
         others, handed = _of_others(survey, outer or entering)
-        others -= outer if outer <= others else set()  # as many by chance
+        # As many by chance, where no call received another number that the model did.
+        others -= set() if (outer - others) & {*sizes} else outer
         losses -= others
         others |= handed
         runs, entering = ([n for n in of if n not in others] for of in (runs, entering))
@@ -96,8 +97,8 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
     """
     received = [item for item in survey.received.items() if not survey.is_loss(item[0][0])]
     unheard = survey.unheard
-    runs = {id(run) for run in (*(call.run for (call, _), _ in received), *unheard.values())}
-    is_one = len(runs) == 1 and id(NO_RUN) not in runs
+    runs = survey.runs_of(call for (call, _), _ in received)
+    is_one = len(runs) == 1 and NO_RUN not in runs
     if is_one or not (survey.tells_samples or len({size for _, size in received}) > 1):
         return 0, {}
     outer: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)  # by memory

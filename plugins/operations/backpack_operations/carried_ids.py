@@ -76,7 +76,7 @@ class CarriedIds:
             this = todo.pop()
             if this not in known:
                 operand_ids = {position: known[operand] for position, operand in operands.items()}
-                known[this] = self._or_told(this, self._derive(this, operand_ids))
+                known[this] = self._or_told(this, operand_ids, self._derive(this, operand_ids))
         return known[output]
 
     def operands(self, output: NodeOutput) -> dict[int, NodeOutput]:
@@ -177,8 +177,9 @@ class CarriedIds:
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
         ids = None
-        if self._survey.is_told and is_readable and _packs(node):
-            # Without an index, the walk takes rows as sorted, also where states of zeros join them.
+        # Without an index, the walk takes packed rows as sorted, also where states of zeros join.
+        is_over = type(node) is CopyNode and telling.get(0) is not None
+        if is_readable and (is_over or (self._survey.is_told and _packs(node))):
             ids = sample_ids.packed(node, output_nr, telling, rows)
             note()
         if ids is None:
@@ -222,7 +223,9 @@ class CarriedIds:
                     single.add(int(ids))
         return len(single) > 1
 
-    def _or_told(self, output: NodeOutput, ids: SampleIds | None) -> SampleIds | None:
+    def _or_told(
+        self, output: NodeOutput, operand_ids: OperandIds, ids: SampleIds | None
+    ) -> SampleIds | None:
         """The ids, or else the rows of the user's index, if these are as many.
 
         The index also replaces ids that are all the same, or incomplete, since rows of several
@@ -232,7 +235,8 @@ class CarriedIds:
         if not self._survey.is_told or nodes.is_stack_of_numbers(node):
             return ids
         is_copied = type(node) is CopyNode  # more rows may be written later
-        if ids is not None and ids.numel() > 1 and (is_copied or bool((ids >= 0).all())):
+        is_whole = ids is not None and (is_copied or bool((ids >= 0).all()))
+        if ids is not None and is_whole and (ids.numel() > 1 or self._keeps(output, operand_ids)):
             return ids
         shape = nodes.lengths_of(node, output_nr)
         rows = None if self._has_own_rows(node) else self.told_rows(shape)
@@ -242,6 +246,13 @@ class CarriedIds:
         # A constant with as many rows, as a state of zeros, goes with rows that it meets.
         self._survey.guessed.add(output)
         return along(rows, 0, shape)
+
+    def _keeps(self, output: NodeOutput, operand_ids: OperandIds) -> bool:
+        """Whether an operation only picks known rows, or has as many known rows as before."""
+        node, count = output[0], nodes.lengths_of(*output)[:1]
+        known = [i for i, ids in operand_ids.items() if ids is not None and bool((ids >= 0).all())]
+        before = [nodes.lengths_of(*self.operands(output)[i])[:1] for i in known]
+        return bool(known) and (nodes.operation_of(node) in nodes.PICKS or count in before)
 
     def _has_own_rows(self, node: Node) -> bool:
         """Whether rows are those of weights or tables; tables may have met data in a sum."""
@@ -342,8 +353,7 @@ class CarriedIds:
 
     @cached_property
     def _runs(self) -> list[Run]:
-        runs = (*(call.run for call, _ in self._survey.received), *self._survey.unheard.values())
-        return [*{id(run): run for run in runs}.values()]
+        return self._survey.runs_of(call for call, _ in self._survey.received)
 
     def _of_leaf(self, node: Node) -> SampleIds | None:
         """The ids of data that require a gradient."""

@@ -33,8 +33,7 @@ def tell_parts(survey: GraphSurvey) -> None:
     A fault is recorded if tensors of several lengths were joined, and no reading explains it.
     """
     samples, calls = survey.batch_size, dict.fromkeys(call for call, _ in survey.received)
-    every = (*(call.run for call in calls), *survey.unheard.values())
-    runs = {id(run): run for run in every if not run.has_computed_input}.values()
+    runs = [run for run in survey.runs_of(calls) if not run.has_computed_input]
     if all(max(len(run.inputs), tensor_lists.deepest(run)) < 2 for run in runs):
         return  # a single argument
     fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or _is_whole(c))]

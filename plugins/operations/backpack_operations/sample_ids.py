@@ -123,7 +123,7 @@ def packed(node: Node, output_nr: int, operand_ids: OperandIds, rows: Tensor) ->
     """The ids where sequences are packed, or steps written into a larger tensor, as in padding.
 
     Args:
-        node: The operation. In place, it may be any: ``None`` if it does more than copy entries.
+        node: The operation. In place, it may be any; it is linearised at its operands.
         output_nr: Which of its outputs.
         operand_ids: The ids at its operands.
         rows: The sample of each row that the model received.
@@ -131,11 +131,11 @@ def packed(node: Node, output_nr: int, operand_ids: OperandIds, rows: Tensor) ->
     known = {position: ids for position, ids in operand_ids.items() if ids is not None}
     if not known or len(known) < len(operand_ids):
         return None
-    for i, ids in known.items() if type(node) is CopyNode else ():
-        (ones,) = _pushed(node, output_nr, {i: ids}, [torch.ones_like])
-        if bool(((ones != 0) & (ones != 1)).any()):
-            return None
-    return _through_linear(node, output_nr, known, rows)
+    ids = _through_linear(node, output_nr, known, rows)
+    if ids is None or type(node) is not CopyNode or 0 not in known:
+        return ids
+    # What is written over, or does not depend on what was there, stays where it is.
+    return shortened(torch.where(ids < 0, known[0], ids), rows)
 
 
 def _operand_shape(node: Node, position: int) -> Shape:
@@ -354,12 +354,12 @@ def _through_linear(
     marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, code.__getitem__]
     marks += [partial(_digit, power, base) for power in powers]
     ones, checks, *digits = _pushed(node, output_nr, known, marks)
-    is_some, ones = ones > 0, torch.where(ones > 0, ones, 1)
+    is_some, ones = (ones != 0) | (checks != 0), torch.where(ones == 0, 1, ones)
     ids = torch.zeros_like(ones, dtype=torch.long)
     for power, digit in zip(powers, digits, strict=True):
         ids += (digit / ones).round().long() * power
     ids = ids.clamp(0, last)
-    if ((checks - code[ids] * ones).abs() > ones / 4)[is_some].any():
+    if ((checks - code[ids] * ones).abs() > ones.abs() / 4)[is_some].any():
         return None
     is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
     return shortened(torch.where(is_some, ids, -1), rows, is_whole)

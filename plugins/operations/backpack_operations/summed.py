@@ -42,7 +42,7 @@ def told_by_sums(survey: GraphSurvey, roots: Iterable[Edge]) -> Told | None:
     sums = [*_as_long(survey, terms, count)]
     if not any(is_returned(edge.node, edge.output_nr) for edge in sums):
         return None
-    runs = (*(call.run for call, _ in survey.received), *survey.unheard.values())
+    runs = survey.runs_of(call for call, _ in survey.received)
     received = {size for run in runs for size in run.sizes if size > count}
     for edge in sums if received else ():
         is_kept = nodes.operation_of(edge.node) in nodes.VIEWS | nodes.TURNS | {"Stack"}

@@ -6,7 +6,7 @@ lie. All others only ask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import Survey, Trained, complex_parameter
 from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core.record.models import Run
 from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode, is_saved_plainly
 from backpack_operations.alignment import Alignment
@@ -300,6 +301,11 @@ class GraphSurvey(Survey):
         others = [*self.loss_rows.values(), *self.sample_ids.values()]
         return known + [ids for ids in others if ids is not None]
 
+    def runs_of(self, calls: Iterable[Call]) -> list[Run]:
+        """The runs of models that hold some calls, each once, and all that called no module."""
+        runs: tuple[Run, ...] = (*(call.run for call in calls), *self.unheard.values())
+        return [*{id(run): run for run in runs}.values()]
+
     def fit_told(self) -> None:
         """Fit the index that the user gave to what models received.
 
@@ -307,8 +313,7 @@ class GraphSurvey(Survey):
             UsageError: It does not fit.
         """
         if self.told is not None:
-            runs = [call.run for call, _ in self.sites if not self.is_loss(call)]
-            runs += self.unheard.values()
+            runs = self.runs_of(call for call, _ in self.sites if not self.is_loss(call))
             self.told = self.told.fitting(run for run in runs if not run.has_computed_input)
 
     def leave_out(self, call: Call) -> None:
