@@ -177,6 +177,16 @@ def test_index_outside_of_the_batch(extension: Any, indices: list[int]) -> None:
         problem.run(extension(indices))
 
 
+@pytest.mark.parametrize("indices", [[2], [0, 3], [-3]], ids=str)
+@pytest.mark.parametrize("lossfunc", [nn.functional.cross_entropy, extend(nn.CrossEntropyLoss())])
+def test_index_outside_of_the_samples_that_were_told(lossfunc: Any, indices: list[int]) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)))
+    loss = lossfunc(model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0]))
+    words = rf"asks for sample {indices[-1]}.*batch of 2.*0 to 1"
+    with pytest.raises(UsageError, match=words), backpack(BatchGrad(indices), samples=[0, 1, 1, 0]):
+        loss.backward()
+
+
 def test_no_rule_warns_once() -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 3)), (3,), 4)
     with pytest.warns(AutodiffFallbackWarning) as caught:

@@ -183,7 +183,8 @@ class Walk:
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
         is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
         if is_usual and owners.equal(samples.repeat_interleave(count)):
-            if link.result.operation in nodes.INDEXED:
+            is_joined = result.owned is not None and this.is_call and nodes.joins(result.node)
+            if is_joined or result.operation in nodes.INDEXED:
                 this.positions = count  # else a pick of one row each, in any order, would be missed
             return bool(this.positions)
         is_contradicted = result.positions and not result.is_call and link.keeps_rows
@@ -213,10 +214,16 @@ class Walk:
             if found is None:
                 return True
             rows = found
-        if result.owned is not None:
-            return not rows.equal(result.owned.int().argmax(0))
         samples = torch.arange(self._size, device="cpu")
-        return not rows.equal(samples.repeat_interleave(result.positions))
+        expected = samples.repeat_interleave(result.positions)
+        if result.owned is not None:
+            expected = result.owned.int().argmax(0)
+        # A view that merges axes has several rows for each, or the other way round.
+        rows, expected = (
+            own.repeat_interleave(max(1, len(other) // len(own)))
+            for own, other in ((rows, expected), (expected, rows))
+        )
+        return not rows.equal(expected)
 
     def _is_lost(self, link: Link) -> bool:
         """Whether rows of samples that the user told come out of the net, and nobody knows whose.
@@ -281,10 +288,19 @@ class Walk:
             is_other = is_as_long and not (has_samples or result.axis or result.is_before)
             return (is_other and not of_constants(result.node)) or result.is_dropped
         if operation in nodes.SAME_AXES or link.keeps_rows:
-            return not has_samples and link.shows_none(self._size)
+            is_none = link.shows_none(self._size) or (
+                nodes.joins(result.node) and self._are_unknown(result, operand)
+            )
+            return not result.is_settled() and is_none
+        if operation in nodes.INDEXED and nodes.joins(operand.node):
+            return self._are_unknown(operand)  # the index may put rows into order
         if operation in nodes.TURNS:
             return has_samples  # in front of the result, hence not in front of the operand
         return link.loses_samples(self._size)
+
+    def _are_unknown(self, *tensors: TensorFacts) -> bool:
+        """Whether at most lengths tell the samples of the rows of tensors."""
+        return not any(self._owners.ids.is_known(each.output) for each in tensors)
 
     def _keeps_rows(self, link: Link) -> bool:
         """Whether axis 0 of an operand is known to hold the samples one after the other."""

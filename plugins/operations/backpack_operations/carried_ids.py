@@ -165,14 +165,14 @@ class CarriedIds:
             self._survey.guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
         rows, is_readable = self.input_rows, self._survey.may_read(node)
-        if nodes.operation_of(node) in nodes.INDEXED and operand_ids.get(0, rows) is None:
-            operand_ids[0] = self._in_order(node.next_functions[0])
+        if nodes.operation_of(node) in nodes.INDEXED and 0 in operand_ids:
+            operand_ids[0] = self._picked_from(node.next_functions[0], operand_ids[0])
         # Constants and parameters whose samples are unknown go with what they meet.
         unknown = {i: node.next_functions[i][0] for i, ids in operand_ids.items() if ids is None}
         is_constant = self._origins.of_constants
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
         beside |= overruled
-        if self._meet(node, output_nr, operand_ids):
+        if self._meet(node, output_nr, operand_ids) or self._joins_tables(node):
             return None
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = partial(self._survey.read_at.setdefault, (node, output_nr))
@@ -187,6 +187,15 @@ class CarriedIds:
         is_told = is_readable or nodes.is_told_by_settings(type(node))
         self._survey.is_unread |= ids is None and not is_told and any_known(telling)
         return ids
+
+    def _joins_tables(self, node: Node) -> bool:
+        """Whether an operation joins rows with those of a table, which may be other samples' rows.
+
+        A module that received some rows of unknown samples is taken for one that makes a table.
+        """
+        origins, children = self._origins, [child for child, _ in node.next_functions if child]
+        tables = [child for child in children if nodes.joins(node) and origins.of_tables(child)]
+        return not all(map(origins.of_weights, tables))
 
     def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
         """Operands whose ids only lengths tell, where others with as many rows know them.
@@ -269,6 +278,10 @@ class CarriedIds:
         """Whether only its length says that a tensor has rows of samples at all."""
         return output in self._survey.guessed
 
+    def is_known(self, output: NodeOutput) -> bool:
+        """Whether more than its length says which samples the rows of a tensor belong to."""
+        return self.at(output) is not None and not self.is_guessed(output)
+
     def told_rows(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if the model received as many, or a fraction."""
         told = self._survey.told
@@ -278,19 +291,28 @@ class CarriedIds:
         rest |= self._survey.is_declared and count > 1  # rows of one sample may not be in a row
         return None if rest else told.rows.repeat_interleave(count)
 
-    def _in_order(self, operand: tuple[Node | None, int]) -> SampleIds | None:
-        """Ids one after the other, for an operand of an index if nothing else is known.
+    def _picked_from(
+        self, operand: tuple[Node | None, int], ids: SampleIds | None
+    ) -> SampleIds | None:
+        """The ids of what an index picks from: one after the other if nothing else is known.
 
         The walk assumes the same. Without it, as many entries as samples would be taken for one of
-        each.
+        each. Nothing is assumed of what was joined from rows of unknown samples, since the index
+        may put them into their order.
         """
         child, output_nr = operand
-        shape, survey = () if child is None else nodes.lengths_of(child, output_nr), self._survey
+        if child is None:
+            return ids
+        shape, survey = nodes.lengths_of(child, output_nr), self._survey
+        if nodes.joins(child):
+            if (child, output_nr) in self._assumed:
+                survey.sample_ids[child, output_nr] = ids = None
+            return ids
         is_other = survey.is_declared or survey.is_told or survey.depth is not None
         is_other = is_other or any(is_packed(call) for call, _ in survey.received)
         # While samples are still being counted, nothing is assumed.
-        if is_other or not shape or not survey.alignment.batch_size:
-            return None
+        if ids is not None or is_other or not shape or not survey.alignment.batch_size:
+            return ids
         count, rest = divmod(shape[0], survey.batch_size)
         return None if rest else along(self.samples.repeat_interleave(count), 0, shape)
 
@@ -314,7 +336,8 @@ class CarriedIds:
             ids = self.by_length(tuple(received.shape), declared, is_sure)
             if ids is not None and not is_first:
                 self._survey.guessed.add(site.edge[:2])
-        if ids is None or ids.numel() != max(ids.shape, default=0):
+        is_empty = ids is not None and not ids.numel() and bool(self._survey.batch_size)
+        if ids is None or not (is_empty or ids.numel() == max(ids.shape, default=0)):
             return None
         if ids.numel() == 1:
             return along(ids.flatten(), 0, shape)  # all of it is of one sample

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from backpack_core.record.view import View
-from backpack_products.some_samples import SomeSamples, require_within, subsample
+from backpack_products.some_samples import SomeSamples, counted_from_zero, subsample
 
 
 def of_samples(view: View, samples: Sequence[int] | None) -> View:
@@ -26,11 +26,11 @@ def of_samples(view: View, samples: Sequence[int] | None) -> View:
     whole = view.full
     if whole.positions == 1 and whole.samples in (0, whole.batch_size):
         return subsample(whole, samples)  # each entry of axis 0 is a sample
-    require_within(whole, samples, whole.samples)
+    chosen = counted_from_zero(samples, whole.samples, whole.path)
     owners = whole.owners
     if owners is None:
         owners = torch.arange(whole.samples, device="cpu").repeat_interleave(whole.positions)
-    entries = [(owners == n % whole.samples).nonzero().flatten() for n in samples]
+    entries = [(owners == n).nonzero().flatten() for n in chosen]
     some = SomeSamples(whole, tuple(torch.cat(entries).tolist()))
     some.owners = torch.arange(len(samples), device="cpu").repeat_interleave(
         torch.tensor([*map(len, entries)], device="cpu")

@@ -66,11 +66,12 @@ def no_axis(call: Call, axis: object, output: Tensor) -> BackpackError:
 
 
 def reordered() -> BackpackError:
-    """Samples come out in another order, if the first layer received them in order."""
+    """Samples come out in another order, or scattered, if the first layer had them in order."""
     return SampleMixingError(
         "Samples come out of the model in another order than they go in, if its first layer "
         "received them in order, which nothing shows: it received changed data, or a copy. Sort "
-        "samples behind a layer, or hand the model sorted ones."
+        "samples behind a layer, hand the model sorted ones, or call requires_grad_() on the data "
+        "before the model changes their order, so that it is recorded."
     )
 
 

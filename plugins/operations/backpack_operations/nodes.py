@@ -312,6 +312,11 @@ def axes_along(node: Node, count: int) -> list[int]:
     return [axis % count for axis in axes_of(node)] if is_known else []
 
 
+def joins(node: Node) -> bool:
+    """Whether a node joins rows of several tensors."""
+    return operation_of(node) == "Cat" and 0 in axes_along(node, len(lengths_of(node, 0)))
+
+
 def axes_left_alone(node: Node, count: int) -> list[int]:
     """The axes of an operand that an operation leaves alone; empty if unknown."""
     is_known = operation_of(node) in _ALONG - TURNS - GATHERS and hasattr(node, "_saved_dim")

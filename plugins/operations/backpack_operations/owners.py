@@ -157,6 +157,10 @@ class Owners:
         rows, given = self.rows(*output, is_free=True), self.ids.input_rows
         if rows is None or (self._survey.is_told and len(rows) == len(given)):
             return rows is not None and not rows.equal(given)
+        side_by_side = given.repeat_interleave(len(rows) // max(1, len(given)))
+        if rows.sort()[0].equal(side_by_side.sort()[0]):  # several rows of each, or one by one
+            in_turn = given.repeat(len(rows) // max(1, len(given)))
+            return not (rows.equal(side_by_side) or rows.equal(in_turn))
         seen, expected = dict.fromkeys(rows.tolist()), dict.fromkeys(given.tolist())
         return seen == expected and [*seen] != [*expected]
 

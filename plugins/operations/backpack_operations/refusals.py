@@ -155,6 +155,9 @@ def _ends_reordered(survey: GraphSurvey, alignment: Alignment) -> bool:
     owners = Owners(survey)
     if not (survey.guessed and owners.are_moved):
         return False
+    guesses = [ids for each in survey.guessed if (ids := survey.sample_ids.get(each)) is not None]
+    if any(sum(length > 1 for length in ids.shape) > 1 for ids in guesses):
+        return True  # along two axes, as no net has its samples
     ends = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
     ends += [edge for node, _ in alignment.before for _, edge in edges_behind(node)]
     return any(edge is not None and owners.are_reordered(edge[:2]) for edge in ends)

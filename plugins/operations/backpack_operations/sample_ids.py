@@ -345,7 +345,9 @@ def _through_linear(
     samples tell whether that was so; ``None`` if not.
     """
     metadata = metadata_of(node, output_nr)
-    if metadata.dtype.is_complex or not all(ids.numel() for ids in known.values()):
+    is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
+    known = {position: ids for position, ids in known.items() if ids.numel()}
+    if metadata.dtype.is_complex or not known:
         return None
     base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums of digits are exact
     last = max(0, *[int(ids.max()) for ids in known.values()])
@@ -361,7 +363,6 @@ def _through_linear(
     ids = ids.clamp(0, last)
     if ((checks - code[ids] * ones).abs() > ones.abs() / 4)[is_some].any():
         return None
-    is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
     return shortened(torch.where(is_some, ids, -1), rows, is_whole)
 
 

@@ -30,6 +30,7 @@ from backpack_products.columns import (
 )
 from backpack_products.parametric import ParametricRule
 from backpack_products.product import SampleProduct
+from backpack_products.some_samples import counted_from_zero
 
 
 @base
@@ -122,7 +123,7 @@ class ColumnPropagator(Propagator):
         if self.subsampling is None:
             return None, 1
         samples = size if view is None else view.samples
-        turns = most_often([n % samples for n in self.subsampling])
+        turns = most_often(counted_from_zero(self.subsampling, samples))
         return (self.subsampling if view is None else view.indices), turns
 
     def cross(
@@ -146,7 +147,7 @@ class ColumnPropagator(Propagator):
             chosen
         ):  # a repeated sample has other columns each time
             return OwnedColumns(quantity, owned).formed().chosen(*self._chosen(None, len(owned)))
-        return OwnedColumns(quantity, owned[list(chosen)])
+        return OwnedColumns(quantity, owned[counted_from_zero(chosen, len(owned))])
 
     def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
         """Join the columns of all samples; raises if a sample reaches the entries of another."""
@@ -210,8 +211,8 @@ class OutputGradient(ColumnPropagator):
     ) -> list[tuple[int, Columns]]:
         """Columns behind a node, only at tensors without samples: elsewhere autograd has them."""
         if self.subsampling is not None:  # a repeated sample has a column each time
-            chosen = [n % there.batch_size for n in self.subsampling]
-            turns = max(map(chosen.count, chosen), default=1)
+            chosen = counted_from_zero(self.subsampling, there.batch_size)
+            turns = most_often(chosen)
             quantities = {
                 nr: c
                 if isinstance(c, ApartColumns)

@@ -32,20 +32,25 @@ def subsample(view: View, indices: Sequence[int] | None) -> View:
     if indices is None:
         return view
     size = view.batch_size
-    require_within(view, indices, size)
+    chosen = counted_from_zero(indices, size, view.path)
     # A subsample of a subsample: indices count what the view shows.
     shown = range(size) if view.indices is None else view.indices
-    return SomeSamples(view, tuple(shown[i] for i in indices))
+    return SomeSamples(view, tuple(shown[i] for i in chosen))
 
 
-def require_within(view: View, indices: Sequence[int], size: int) -> None:
-    """Raise :class:`UsageError` unless each index names one of ``size`` samples."""
-    bad = [i for i in indices if not -size <= i < size]
-    if bad:
-        raise UsageError(
-            f"subsampling asks for sample {bad[0]}, but {view.path} saw a batch of {size} "
-            f"samples: use indices from 0 to {size - 1}."
-        )
+def counted_from_zero(indices: Sequence[int], size: int, path: str = "the model") -> list[int]:
+    """Indices of samples, which may be counted from the end; ``path`` is who saw these samples.
+
+    Raises:
+        UsageError: An index names none of ``size`` samples.
+    """
+    for index in indices:
+        if not -size <= index < size:
+            raise UsageError(
+                f"subsampling asks for sample {index}, but {path} saw a batch of {size} "
+                f"samples: use indices from 0 to {size - 1}."
+            )
+    return [index % size for index in indices]
 
 
 class SomeSamples(View):
