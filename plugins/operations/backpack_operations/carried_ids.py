@@ -45,6 +45,7 @@ class CarriedIds:
         self._entries: dict[Node, SampleIds | None] = {}
         self._by_length: set[Node] = set()  # entries whose ids only lengths tell
         self._assumed: set[NodeOutput] = set()  # where the user's index was taken to be meant
+        self._joined: set[NodeOutput] = set()  # where it was not, as rows were joined in any order
 
     @cached_property
     def samples(self) -> Tensor:
@@ -247,14 +248,24 @@ class CarriedIds:
         is_whole = ids is not None and (is_copied or bool((ids >= 0).all()))
         if ids is not None and is_whole and (ids.numel() > 1 or self._keeps(output, operand_ids)):
             return ids
-        shape = nodes.lengths_of(node, output_nr)
+        shape, told = nodes.lengths_of(node, output_nr), self._survey.told
         rows = None if self._has_own_rows(node) else self.told_rows(shape)
-        if rows is None:
+        if rows is None or told is None:
+            return ids
+        if len(rows) > len(told.rows) and self._are_joined(output, operand_ids):
+            self._joined.add(output)
             return ids
         self._assumed.add(output)
         # A constant with as many rows, as a state of zeros, goes with rows that it meets.
         self._survey.guessed.add(output)
         return along(rows, 0, shape)
+
+    def _are_joined(self, output: NodeOutput, operand_ids: OperandIds) -> bool:
+        """Whether rows are those of several tensors, or go with others, so that no length tells."""
+        count = nodes.lengths_of(*output)[:1]
+        joined = self._joined.intersection(self.operands(output).values())
+        is_same = any(nodes.lengths_of(*operand)[:1] == count for operand in joined)
+        return is_same or nodes.joins(output[0]) or self._keeps(output, operand_ids)
 
     def _keeps(self, output: NodeOutput, operand_ids: OperandIds) -> bool:
         """Whether an operation only picks known rows, or has as many known rows as before."""
