@@ -347,6 +347,10 @@ def test_refusals() -> None:
     for wrong in (True, float("inf"), {"0.weight": -1.0}):
         with pytest.raises(UsageError, match="must be zero or positive, and finite"):
             Influence(damping=wrong)
+    dead = nn.Sequential(nn.Linear(5, 4), nn.Threshold(1e3, 1.0), nn.Linear(4, 3))
+    for name in ("kfac", "ekfac"):
+        with pytest.raises(UsageError, match=r"curvature of the parameter '0\.weight' is zero"):
+            influence(dead, lossfunc, train, queries, name)
     with pytest.raises(UsageError, match="damping names 'typo'"):
         influence(model, lossfunc, train, queries, Influence(damping={"typo": 1.0}))
     with pytest.raises(UsageError, match="gone through more than once"):

@@ -166,6 +166,8 @@ def test_conjugate_gradients(is_preconditioned: bool) -> None:
     assert not nothing.x.any()
     with pytest.raises(UsageError, match="positive definite"):
         conjugate_gradients(Hessian(*given), torch.randn(len(rhs)))
+    with pytest.raises(UsageError, match="divisions at zero in the net"):
+        conjugate_gradients(torch.full((2, 2), torch.nan), torch.ones(2))
 
 
 def test_gradient() -> None:

@@ -221,6 +221,11 @@ class Influence(InnerProduct):
     def _inverse(self, name: str) -> KroneckerEigenbasis:
         """Sampled or rounded eigenvalues may be negative, although the matrix has none."""
         block = self._blocks[name]
+        if self.damping is None and not self._dampings[name] > 0:
+            raise UsageError(
+                f"The curvature of the parameter {name!r} is zero for the training data, and so is "
+                "the default damping, a share of it: give damping=, or freeze the parameter."
+            )
         return block.with_values(block.values.clamp(min=0)).inverse(self._dampings[name])
 
     def _refined(
