@@ -6,8 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -108,29 +107,8 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
     from rich.console import Console
     from rich.progress import track as tracked
 
-    bar = Console(stderr=True)
-    yield from tracked(items, what, total, console=bar, transient=True, disable=_nobody_looks())
-
-
-@contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar if standard error is a terminal; yields a function that advances it.
-
-    Args:
-        what: What is done.
-        total: The number of steps.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    shown = Console(stderr=True)
-    with Progress(console=shown, transient=True, disable=_nobody_looks()) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
-
-
-def _nobody_looks() -> bool:
-    return not sys.stderr.isatty()
+    bar, disable = Console(stderr=True), not sys.stderr.isatty()
+    yield from tracked(items, what, total, console=bar, transient=True, disable=disable)
 
 
 def print_json(value: Any) -> None:
