@@ -145,9 +145,9 @@ def support(
 
         table = table_of_model(model, tuple(extension or ()))
     if as_json:
-        output.print_json(table.as_json())
+        output.print_json([row.as_json() for row in table])
         return
-    from backpack_core.cli.folding import folded
+    from backpack_core.cli.table import folded
 
     for line in folded(table, output.width()):
         output.say(line)

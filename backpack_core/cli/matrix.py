@@ -12,14 +12,14 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.nn import Module
 
 from backpack_core.cli import catalogue
-from backpack_core.cli.watch import Kind, Watch
+from backpack_core.cli.table import Cell, Kind, Row
+from backpack_core.cli.watch import Watch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
@@ -37,37 +37,6 @@ from backpack_products.elementwise import ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.loss import HessianLossRule
 from backpack_products.parametric import AffinePairsRule, AffineRule, ParametricRule, ProductRule
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One extension on one layer.
-
-    Attributes:
-        kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
-            form of product that the rule has; ``"autodiff"``: at the operations that use the
-            parameters, since there is no rule; ``"graph"``: from the graph of the loss, whatever
-            the layer is; ``"refused"``: it raises an error; ``"-"``: nothing is computed.
-        reason: Why it raises an error.
-    """
-
-    kind: Kind
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One layer or loss.
-
-    Attributes:
-        name: The layer.
-        rule: Its rule; ``None`` if none is installed.
-        cells: The cells by name of the extension.
-    """
-
-    name: str
-    rule: LayerRule | None
-    cells: dict[str, Cell] = field(default_factory=dict)
 
 
 def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
@@ -110,14 +79,14 @@ def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the row shows that there is no rule
         usable, _ = problem.run_usable(extensions)
-    row = Row(name, rule)
+    cells = {}
     for extension, watch in watches.items():
         kind = type(extension).__name__
         if extension in usable:
-            row.cells[kind] = Cell(_kind(module, rule, extension, watch))
+            cells[kind] = Cell(_kind(module, rule, extension, watch))
         else:
-            row.cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
-    return row
+            cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
+    return Row({"layer": name}, cells, rule)
 
 
 def _kind(module: Module, rule: LayerRule | None, extension: Extension, watch: Watch) -> Kind:
@@ -190,7 +159,7 @@ def _tables(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
 
 
 def _cells(row: Row, names: list[str], reasons: dict[str, int]) -> list[str]:
-    texts = [row.name]
+    texts = [row.labels["layer"]]
     for name in names:
         cell = row.cells[name]
         if cell.kind == "refused":
@@ -212,7 +181,9 @@ def _capabilities(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
     rules: dict[type[LayerRule], tuple[LayerRule, list[str]]] = {}
     for row in (row for _, rows in families for row in rows if row.rule is not None):
         assert row.rule is not None
-        rules.setdefault(type(row.rule), (row.rule, []))[1].append(row.name.split(" ")[0])
+        rules.setdefault(type(row.rule), (row.rule, []))[1].append(
+            row.labels["layer"].split(" ")[0]
+        )
     yield "## Capabilities of the rules\n"
     header = ["rule", "base", "layers", "Hessian in the input", "linear in"]
     yield from _table(header, (_capability(*entry) for entry in rules.values()))

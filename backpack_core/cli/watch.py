@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from torch.nn import Module
 
+from backpack_core.cli.table import Kind
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_operations.bare import BareRule
 from backpack_products.parametric import ParametricRule, ProductRule
 from backpack_products.product import DenseProduct, SampleProduct
-
-Kind = Literal["rule", "fast", "autodiff", "graph", "refused", "-"]
 
 
 class Watch:
@@ -38,7 +37,7 @@ class Watch:
         return self.read(product)
 
     def kind(self) -> Kind:
-        """The kind of cell in the support matrix; see ``matrix.Cell``."""
+        """The kind of cell in the support matrix; see ``table.Cell``."""
         if BareRule in self.forms:
             return "autodiff"
         fast = any(is_fast(self._extension, form) for form in self.forms)
