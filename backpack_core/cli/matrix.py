@@ -55,14 +55,14 @@ def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
 def layer_row(case: RuleCase, chosen: Collection[str] = ()) -> Row:
     """The row of a layer, which runs in the kit's small net."""
     net, arguments = build_net(case)
-    return _row(case.label(), (net, arguments, SoftmaxLoss()), net.layer, chosen)
+    return _row(case.name, (net, arguments, SoftmaxLoss()), net.layer, chosen)
 
 
 def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
     """The row of a loss, which runs behind a single layer."""
     net, arguments, bound = in_front_of(case, "mean").build(torch.float64)
     loss = bound.get_submodule("loss")
-    return _row(case.label(), (net, arguments, bound), loss, chosen)
+    return _row(case.name, (net, arguments, bound), loss, chosen)
 
 
 def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
@@ -86,7 +86,7 @@ def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
             cells[kind] = Cell(_kind(module, rule, extension, watch))
         else:
             cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
-    return Row({"layer": name}, cells, rule)
+    return Row({"layer": name or type(module).__name__}, cells, rule)
 
 
 def _kind(module: Module, rule: LayerRule | None, extension: Extension, watch: Watch) -> Kind:
