@@ -57,11 +57,13 @@ def list_plugins(
 
     Examples: `backpack plugins`, `backpack plugins --all`, `backpack plugins --json | jq`
     """
+    from dataclasses import asdict
+
     from backpack_core.cli import listing, output
 
     reports = listing.collect(load, limit)
     if as_json:
-        output.print_json(listing.as_json(reports))
+        output.print_json([asdict(report) for report in reports])
     elif reports:
         lines = listing.rows(reports) if load else listing.folded(reports)
         output.print_table(listing.HEADER if load else listing.FOLDED, lines)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from importlib_metadata import distributions, entry_points
 from packaging.requirements import Requirement
 
-from backpack_core.cli.certificate import standing
+from backpack_core.cli.certificate import Standing
 from backpack_core.cli.listing import worst
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
@@ -78,7 +78,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += _of_environment(installed)
     findings += _of_others()
     findings += _without_library(reports)
-    findings += _certificates(installed)
+    findings += _certificates(reports)
     return Diagnosis(
         reports, sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.who, f.plugin))
     )
@@ -221,18 +221,18 @@ def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
             )
 
 
-def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
+def _certificates(reports: list[Report]) -> Iterator[Finding]:
     """Certificates that are no longer valid. A missing certificate is not a finding."""
-    packages: dict[str, set[str]] = {}
-    for plugin in installed:
-        packages.setdefault(str(plugin.provenance), set()).add(plugin.package)
     problems = {
         "unreadable": "its certificate cannot be read",
         "code changed": "its code differs from the code that its certificate is for",
         "other versions": "its certificate is for other versions of backpack-core or torch",
     }
-    for who, names in packages.items():
-        problem = problems.get(worst(map(standing, names)))
+    by_who: dict[str, list[Standing]] = {}
+    for report in reports:
+        by_who.setdefault(report.who, []).append(report.standing)
+    for who, standings in by_who.items():
+        problem = problems.get(worst(standings))
         if problem is not None:
             remedy = "Authors: run `backpack certify` again, in the folder of its pyproject.toml."
             yield Finding("warning", who, "", problem, remedy)
