@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from backpack_core.cli import catalogue
 from backpack_core.cli.table import Cell, Kind, Row
-from backpack_core.cli.watch import Watch
+from backpack_core.cli.watch import kind_of, watch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
@@ -75,25 +75,25 @@ def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
     rule = None if resolved.is_fallback else resolved.rule
     extensions = [e for e in installed_extensions() if not chosen or type(e).__name__ in chosen]
     modules = set(module.modules())
-    watches = {extension: Watch(modules, extension) for extension in extensions}
+    forms = {extension: watch(extension, modules) for extension in extensions}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the row shows that there is no rule
         usable, _ = problem.run_usable(extensions)
     cells = {}
-    for extension, watch in watches.items():
+    for extension, read in forms.items():
         kind = type(extension).__name__
         if extension in usable:
-            cells[kind] = Cell(_kind(module, rule, extension, watch))
+            cells[kind] = Cell(_kind(module, rule, extension, read))
         else:
             cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
     return Row({"layer": name or type(module).__name__}, cells, rule)
 
 
-def _kind(module: Module, rule: LayerRule | None, extension: Extension, watch: Watch) -> Kind:
+def _kind(module: Module, rule: LayerRule | None, extension: Extension, forms: set[type]) -> Kind:
     if extension.is_whole:
         return "graph"
     if any(p.requires_grad for p in module.parameters()):
-        return watch.kind()
+        return kind_of(type(extension), forms)
     if isinstance(extension, FirstOrderExtension):
         return "-"
     return "autodiff" if rule is None else "rule"
