@@ -79,25 +79,17 @@ def _described(kind: str, key: Any, value: Any) -> Provided:
     return Provided(kind, name, class_named(value), field)
 
 
-def _broken(value: Any) -> list[str]:
+def _broken(value: Any) -> Iterator[str]:
     """What a rule or extension declares but does not implement."""
-    if isinstance(value, LayerRule):
-        name = type(value).__name__
-        return [f"{name} {text}" for text in _broken_rule(value)]
+    name = class_named(value).rpartition(":")[2]
     if isinstance(value, type) and issubclass(value, Extension) and not value.savefield:
-        return [f"{value.__name__} has no savefield: its quantity cannot be stored by default"]
-    return []
-
-
-def _broken_rule(rule: LayerRule) -> list[str]:
-    faults = []
-    if not has_second_derivative(rule):
-        if isinstance(rule, ElementwiseRule):
-            faults.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
-        elif second_order(rule).hessian_is_diagonal:
-            faults.append("declares hessian_is_diagonal but has no _second_derivative_mat_prod")
-    if isinstance(rule, HessianLossRule) and rule.likelihood:
-        samples = type(rule)._sqrt_hessian_sampled
-        if samples is HessianLossRule._sqrt_hessian_sampled:
-            faults.append(f"declares the likelihood {rule.likelihood!r} but cannot sample from it")
-    return faults
+        yield f"{name} has no savefield: its quantity cannot be stored by default"
+    if isinstance(value, LayerRule) and not has_second_derivative(value):
+        if isinstance(value, ElementwiseRule):
+            yield f"{name} is an ElementwiseRule without second_derivative or hessian_is_zero"
+        elif second_order(value).hessian_is_diagonal:
+            yield f"{name} declares hessian_is_diagonal but has no _second_derivative_mat_prod"
+    if isinstance(value, HessianLossRule):
+        samples = type(value)._sqrt_hessian_sampled is not HessianLossRule._sqrt_hessian_sampled
+        if value.likelihood and not samples:
+            yield f"{name} declares the likelihood {value.likelihood!r} but cannot sample from it"
