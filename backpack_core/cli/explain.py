@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook
 
 from backpack_core import _hooks
 from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
@@ -134,13 +135,8 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
         layers.setdefault(module, []).extend(of_module(module, args, result, first))
 
     unextend(model)
-    hooks = [module.register_forward_hook(visit) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            output = model(*given.inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with register_module_forward_hook(visit), torch.no_grad():
+        output = model(*given.inputs)
     is_softmax = isinstance(given.modules[-1], nn.CrossEntropyLoss)  # C - 1 for C classes
     return layers, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 

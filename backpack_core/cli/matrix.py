@@ -20,6 +20,7 @@ from torch.nn import Module
 from backpack_core.cli import catalogue
 from backpack_core.cli.table import Cell, Kind, Row
 from backpack_core.cli.watch import kind_of, watch
+from backpack_core.contract.bases import BASES
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
@@ -33,10 +34,8 @@ from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.derivatives import second_order
-from backpack_products.elementwise import ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.loss import HessianLossRule
-from backpack_products.parametric import AffinePairsRule, AffineRule, ParametricRule, ProductRule
 
 
 def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
@@ -189,18 +188,8 @@ def _capabilities(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
     yield from _table(header, (_capability(*entry) for entry in rules.values()))
 
 
-_BASES = (
-    AffineRule,
-    AffinePairsRule,
-    ProductRule,
-    ElementwiseRule,
-    HessianLossRule,
-    ParametricRule,
-)
-
-
 def _capability(rule: LayerRule, layers: list[str]) -> list[str]:
-    base = next((base.__name__ for base in _BASES if isinstance(rule, base)), "LayerRule")
+    base = next(kind.__name__ for kind in type(rule).__mro__ if kind in BASES)
     linear, names = getattr(rule, "linear_in_params", ()), dict.fromkeys(layers)
     return [type(rule).__name__, base, ", ".join(names), _hessian(rule), ", ".join(linear)]
 

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from backpack_core import _hooks, plugins
 from backpack_core.cli import output
@@ -246,13 +246,15 @@ def _declared(module: Module, resolved: Resolved, extension: type[Extension]) ->
         return Cell("graph") if has else Cell("refused", _NO_SECOND)
     if _mixes_samples(rule, module):
         return Cell("refused", _MIXING)
-    parameters = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+    named = module.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in named if parameter.requires_grad}
+    parameters = {name for name in trained if "." not in name}
     if isinstance(rule, LossRule):
         return Cell("-" if issubclass(extension, FirstOrderExtension) else "rule")
     if needs == "second derivative" and not has_second_derivative(rule):
         return Cell("refused", _NO_SECOND)
     names = rule.parameter_names(module) if isinstance(rule, ParametricRule) else ()
-    covered = {name for name in names if _is_trained(module, name)}
+    covered = trained.intersection(names)
     if not parameters and not covered:
         is_first = issubclass(extension, FirstOrderExtension)
         return Cell("-" if is_first else "autodiff" if resolved.is_fallback else "rule")
@@ -263,13 +265,6 @@ def _declared(module: Module, resolved: Resolved, extension: type[Extension]) ->
     if parameters - covered:
         return Cell("autodiff")
     return Cell("fast" if is_fast(extension, declared_form(type(rule))) else "rule")
-
-
-def _is_trained(module: Module, name: str) -> bool:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return isinstance(value, Parameter) and value.requires_grad
 
 
 def _needs(extension: type[Extension]) -> str:
