@@ -25,25 +25,31 @@ def main(channel: Any, culprits: Iterable[int]) -> None:
     from backpack_core import plugins
     from backpack_core.cli.inspection import report
 
+    installed = plugins.known_plugins()  # reads metadata, which is no plugin's time
     for number in culprits:
-        plugins.known_plugins()[number].state = "blocked"
+        installed[number].state = "blocked"
     captured = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
     os.dup2(captured.fileno(), 1)
     channel.send_bytes(b"")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only now: errors before this are shown
     started = time.perf_counter()
 
-    def tell(plugin: plugins.Plugin) -> None:
-        nonlocal started
-        seconds = time.perf_counter() - started
+    def printed() -> str:
+        """What was printed since the last call."""
         sys.stdout.flush()
         captured.seek(0)
-        printed = captured.read().decode(errors="replace")
-        result = report(plugin)
-        result.seconds, result.output = seconds, printed
+        text = captured.read().decode(errors="replace")
         captured.seek(0)
         captured.truncate()
-        started = time.perf_counter()
+        return text
+
+    def tell(plugin: plugins.Plugin) -> None:
+        nonlocal started
+        seconds, output = time.perf_counter() - started, printed()
+        result = report(plugin)
+        result.seconds, result.output = seconds, output
+        printed()  # by what it names, which was imported for the report
         channel.send_bytes(json.dumps(asdict(result)).encode())
+        started = time.perf_counter()
 
     plugins.load_all(tell)
