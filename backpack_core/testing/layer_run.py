@@ -164,17 +164,15 @@ def traits(case: Case) -> frozenset[str]:
 
 
 def _of_run(run: LayerRun) -> set[str]:
+    """Each trait, or that it is missing, as in ``"not twice"``."""
     rule, case = run.rule, run.case
     separate = not rule.mixes_samples(run.view)
     propagates = not rule.transparent and 0 in run.live
     linear = getattr(rule, "linear_in_params", ())
     has_trait = {
         "separate": separate,
-        "mixing": not separate,
         "twice": case.twice_differentiable,
-        "once": not case.twice_differentiable,
         "kept": not case.overwrites_input,
-        "overwritten": case.overwrites_input,
         "input": propagates,
         "zero hessian": propagates and second_order(rule).hessian_is_zero,
         "constant jacobian": propagates and second_order(rule).jacobian_is_constant,
@@ -188,7 +186,7 @@ def _of_run(run: LayerRun) -> set[str]:
         "half precision": _runs_in_half(case),
         "batch first": separate and run.view.axis == 0,
     }
-    return {name for name, has in has_trait.items() if has}
+    return {name if has else f"not {name}" for name, has in has_trait.items()}
 
 
 def _runs_in_half(case: RuleCase) -> bool:
