@@ -26,9 +26,8 @@ from backpack_core.cli.certificate import (
     json_of,
     version_of,
 )
+from backpack_core.discovery import GROUP
 from backpack_core.errors import BackpackError, UsageError
-
-GROUP = "backpack"
 
 
 class Project(NamedTuple):

@@ -14,7 +14,6 @@ from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Plugin
-from backpack_core.errors import PluginVersionError
 from backpack_core.preferences import qualified_name
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
@@ -67,8 +66,6 @@ def _describe_error(result: Report, error: BaseException) -> None:
     wanted = result.value.partition(":")[0]
     if isinstance(error, ModuleNotFoundError) and error.name:
         result.module_found = not f"{wanted}.".startswith(f"{error.name}.")
-    if isinstance(error, PluginVersionError):
-        result.where = ""
 
 
 def _described(kind: str, key: Any, value: Any) -> Provided:
