@@ -65,18 +65,17 @@ def folded(rows: Iterable[Row], width: int) -> Iterator[str]:
         rows: What is supported.
         width: Columns of the terminal, and the length of a line at most.
     """
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for row in rows:
         name, *own = row.labels.values()  # the modules of a model have types and rules
-        groups.setdefault((*own, *row.cells.items()), []).append(name)
+        groups.setdefault((tuple(own), tuple(row.cells.items())), []).append(name)
     for word, meaning in _MEANING.items():
         yield from _wrapped(f"{word:9} ", meaning, width)
-    for key, names in groups.items():
+    for (more, cells), names in groups.items():
         yield ""
-        own = [text for text in key if isinstance(text, str)]
-        title = ", ".join(names) + (": {}, {} of {}".format(*own) if own else "")
+        title = ", ".join(names) + (": {}, {} of {}".format(*more) if more else "")
         yield from textwrap.wrap(title, width, subsequent_indent="    ")
-        yield from _cells(key[len(own) :], width)
+        yield from _cells(cells, width)
 
 
 def _cells(cells: Iterable[tuple[str, Cell]], width: int) -> Iterator[str]:
