@@ -57,11 +57,13 @@ def list_plugins(
 
     Examples: `backpack plugins`, `backpack plugins --all`, `backpack plugins --json | jq`
     """
+    from dataclasses import asdict
+
     from backpack_core.cli import listing, output
 
     reports = listing.collect(load, limit)
     if as_json:
-        output.print_json(listing.as_json(reports))
+        output.print_json([asdict(report) for report in reports])
     elif reports:
         lines = listing.rows(reports) if load else listing.folded(reports)
         output.print_table(listing.HEADER if load else listing.FOLDED, lines)
@@ -145,9 +147,9 @@ def support(
 
         table = table_of_model(model, tuple(extension or ()))
     if as_json:
-        output.print_json(table.as_json())
+        output.print_json([row.as_json() for row in table])
         return
-    from backpack_core.cli.folding import folded
+    from backpack_core.cli.table import folded
 
     for line in folded(table, output.width()):
         output.say(line)

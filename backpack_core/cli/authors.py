@@ -87,21 +87,15 @@ def certify(
     Examples: `backpack certify`, `backpack certify . --wheel dist/backpack_plugin_scale-0.1.whl`
     """
     from backpack_core.cli import output
-    from backpack_core.cli.certificate import read
     from backpack_core.cli.certify import certify as run
-    from backpack_core.cli.certify import into_wheel, into_wheels
+    from backpack_core.cli.certify import into_wheels
 
     written = run(*(folders or [Path()]), tests=tests or ())
-    for path in written:
-        certificate = read(path)
-        assert certificate is not None
+    for path, certificate in written.items():
         number, cases = sum(map(len, certificate.checks.values())), len(certificate.checks)
         output.say(f"{number} checks passed in {cases} case{'s' * (cases > 1)}. Wrote {path}.")
         if certificate.unchecked:
             output.say(f"No case builds the classes of {', '.join(certificate.unchecked)}.")
-    if wheel is not None and wheel.is_dir():
+    if wheel is not None:
         names = ", ".join(path.name for path in into_wheels(wheel, written))
-        output.say(f"Wrote them into {names}.")
-    elif wheel is not None:
-        into_wheel(wheel, written)
-        output.say(f"Wrote it into {wheel}.")
+        output.say(f"Wrote {'it' if len(written) == 1 else 'them'} into {names}.")

@@ -6,7 +6,7 @@ No rule is named here: the matrix finds out which layers have one.
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,36 +54,24 @@ _PLAIN = {
 
 
 def _plain(family: str) -> Iterator[RuleCase]:
-    for entry in _PLAIN.get(family, "").split(";"):
-        name, _, rest = entry.strip().partition("(")
+    for entry in filter(None, map(str.strip, _PLAIN.get(family, "").split(";"))):
+        name, _, rest = entry.partition("(")
         arguments, _, shape = rest.rpartition(")")
-        if name:
-            kind, sizes = getattr(nn, name), literal_eval(f"({shape or 4},)")
-            given = literal_eval(f"({arguments})")
-            yield _case(name, kind, given, partial(_positive, sizes))
+        make = partial(getattr(nn, name), *literal_eval(f"({arguments})"))
+        yield RuleCase(make, partial(_positive, literal_eval(f"({shape or 4},)")))
 
 
 def _positive(sizes: tuple[int, ...], n: int) -> Tensor:
     return 0.1 + torch.rand(n, *sizes)
 
 
-def _case(
-    name: str, kind: Callable[..., Any], arguments: tuple[Any, ...], inputs: Callable[[int], Any]
-) -> RuleCase:
-    return RuleCase(lambda: kind(*arguments), inputs, name=name)
-
-
-def _known(name: str) -> Callable[..., nn.Module]:
-    """A factory of a module class by name, which a plugin defines together with its rule."""
-
-    def make(*arguments: Any, **options: Any) -> nn.Module:
-        types: dict[str, Any] = {k.__name__: k for k in registry.rules if isinstance(k, type)}
-        if name not in types:
-            raise missing("The table has layers of torch.nn, and no rules for them.", nn.Linear)
-        made: nn.Module = types[name](*arguments, **options)
-        return made
-
-    return make
+def _known(name: str, *arguments: Any, **options: Any) -> nn.Module:
+    """A module of a class that a plugin defines together with its rule."""
+    types: dict[str, Any] = {k.__name__: k for k in registry.rules if isinstance(k, type)}
+    if name not in types:
+        raise missing("The table has layers of torch.nn, and no rules for them.", nn.Linear)
+    made: nn.Module = types[name](*arguments, **options)
+    return made
 
 
 class WithoutRule(nn.Module):
@@ -103,75 +91,54 @@ def _unpooled(dims: int) -> Callable[[int], Any]:
     return lambda n: pool(2, return_indices=True)(torch.rand(n, 1, *[2] * dims))
 
 
-def _drawn(*shape: int, times: int = 0) -> Callable[[int], Any]:
-    """Inputs that are one random tensor, or several."""
-
-    def inputs(n: int) -> Any:
-        several = tuple(torch.randn(n, *shape) for _ in range(times or 1))
-        return several if times else several[0]
-
-    return inputs
+def _drawn(*shape: int, times: int = 1) -> Callable[[int], tuple[Tensor, ...]]:
+    """Inputs that are random tensors."""
+    return lambda n: tuple(torch.randn(n, *shape) for _ in range(times))
 
 
 def _numbers(n: int) -> Tensor:
     return torch.randint(0, 5, (n, 2))
 
 
-def _norm(kind: type[nn.Module], mode: str, *shape: int) -> RuleCase:
-    name = f"{kind.__name__} ({mode})"
-    return _case(name, lambda: kind(2).train(mode == "training"), (), _drawn(2, *shape))
+def _norms(kind: type[nn.Module], *shape: int) -> Iterator[RuleCase]:
+    for mode in ("evaluation", "training"):
+        make = lambda mode=mode: kind(2).train(mode == "training")  # noqa: E731
+        yield RuleCase(make, _drawn(2, *shape), name=f"{kind.__name__} ({mode})")
 
 
-def _fractional(kind: type[nn.Module], dims: int) -> RuleCase:
-    make = lambda: kind(2, output_size=2, return_indices=True)  # noqa: E731
-    return _case(kind.__name__, make, (), _drawn(1, *[4] * dims))
-
-
-_MODES = ("evaluation", "training")
+_SEQUENCE = _drawn(2, 2)
 _OTHERS: dict[str, list[RuleCase]] = {
-    "Linear maps": [_case("Bilinear", nn.Bilinear, (2, 2, 2), _drawn(2, times=2))],
+    "Linear maps": [RuleCase(partial(nn.Bilinear, 2, 2, 2), _drawn(2, times=2))],
     "Pooling": [
-        _fractional(nn.FractionalMaxPool2d, 2),
-        _fractional(nn.FractionalMaxPool3d, 3),
         *(
-            _case(f"MaxUnpool{d}d", getattr(nn, f"MaxUnpool{d}d"), (2,), _unpooled(d))
-            for d in (1, 2, 3)
+            RuleCase(partial(kind, 2, output_size=2, return_indices=True), _drawn(1, *[4] * dims))
+            for kind, dims in ((nn.FractionalMaxPool2d, 2), (nn.FractionalMaxPool3d, 3))
         ),
+        *(RuleCase(partial(getattr(nn, f"MaxUnpool{d}d"), 2), _unpooled(d)) for d in (1, 2, 3)),
     ],
-    "Normalisation": [
-        *(_norm(nn.BatchNorm1d, mode) for mode in _MODES),
-        *(_norm(nn.BatchNorm2d, mode, 1, 2) for mode in _MODES),
-    ],
+    "Normalisation": [*_norms(nn.BatchNorm1d), *_norms(nn.BatchNorm2d, 1, 2)],
     "Sequences": [
-        _case("Embedding", nn.Embedding, (5, 2), _numbers),
-        _case("EmbeddingBag", partial(nn.EmbeddingBag, mode="sum"), (5, 2), _numbers),
+        RuleCase(partial(nn.Embedding, 5, 2), _numbers),
+        RuleCase(partial(nn.EmbeddingBag, 5, 2, mode="sum"), _numbers),
         *(
-            _case(k.__name__, partial(k, 2, 2, batch_first=True), (), _drawn(2, 2))
-            for k in (nn.RNN, nn.LSTM, nn.GRU)
+            RuleCase(partial(kind, 2, 2, batch_first=True), _SEQUENCE)
+            for kind in (nn.RNN, nn.LSTM, nn.GRU)
         ),
-        *(_case(k.__name__, k, (2, 2), _drawn(2)) for k in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
-        _case(
-            "MultiheadAttention",
-            lambda: nn.MultiheadAttention(2, 1, batch_first=True),
-            (),
-            _drawn(2, 2, times=3),
-        ),
-        _case(
-            "TransformerEncoderLayer",
-            lambda: nn.TransformerEncoderLayer(2, 1, 2, dropout=0.0, batch_first=True),
-            (),
-            _drawn(2, 2),
+        *(RuleCase(partial(k, 2, 2), _drawn(2)) for k in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
+        RuleCase(partial(nn.MultiheadAttention, 2, 1, batch_first=True), _drawn(2, 2, times=3)),
+        RuleCase(
+            partial(nn.TransformerEncoderLayer, 2, 1, 2, dropout=0.0, batch_first=True), _SEQUENCE
         ),
     ],
     "Helper modules": [
-        _case("ScaleModule", _known("ScaleModule"), (0.7, True), _drawn(2, 2)),
-        _case("SumModule", _known("SumModule"), (), _drawn(2, 2, times=2)),
-        _case("Permute", _known("Permute"), (0, 2, 1), _drawn(2, 2)),
-        _case("Pad", _known("Pad"), ((1, 1),), _drawn(2, 2)),
-        _case("Slicing", _known("Slicing"), ((slice(None), 0),), _drawn(2, 2)),
-        _case("ReduceTuple", _known("ReduceTuple"), (), lambda n: (_drawn(2, times=2)(n),)),
-        _case("Perturbation", _known("Perturbation"), ((2,), torch.zeros(0)), _drawn(2)),
-        _case("A module without a rule", WithoutRule, (), _drawn(2)),
+        RuleCase(partial(_known, "ScaleModule", 0.7, True), _SEQUENCE),
+        RuleCase(partial(_known, "SumModule"), _drawn(2, 2, times=2)),
+        RuleCase(partial(_known, "Permute", 0, 2, 1), _SEQUENCE),
+        RuleCase(partial(_known, "Pad", (1, 1)), _SEQUENCE),
+        RuleCase(partial(_known, "Slicing", (slice(None), 0)), _SEQUENCE),
+        RuleCase(partial(_known, "ReduceTuple"), lambda n: (_drawn(2, times=2)(n),)),
+        RuleCase(partial(_known, "Perturbation", (2,), torch.zeros(0)), _drawn(2)),
+        RuleCase(WithoutRule, _drawn(2), name="A module without a rule"),
     ],
 }
 
@@ -183,11 +150,6 @@ LAYERS: dict[str, list[RuleCase]] = {
 
 def _unit(n: int) -> Tensor:
     return 0.1 + 0.8 * torch.rand(n, 2)
-
-
-def _loss(kind: Callable[..., nn.Module], *further: Callable[[int], Tensor]) -> LossCase:
-    inputs = lambda n: (_unit(n), *(make(n) for make in further))  # noqa: E731
-    return LossCase(kind, inputs, name=kind.__name__)
 
 
 def _sign(n: int) -> Tensor:
@@ -202,27 +164,29 @@ def _squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().flatten(1).sum(1)
 
 
+def _losses(
+    *kinds: Callable[..., nn.Module], of: Sequence[Any] = (), **more: Any
+) -> list[LossCase]:
+    """A case for each of several losses, whose further arguments are made by ``of``."""
+    inputs = lambda n: (_unit(n), *(make(n) for make in of))  # noqa: E731
+    return [LossCase(kind, inputs, **more) for kind in kinds]
+
+
 LOSSES: list[LossCase] = [
-    _loss(nn.MSELoss, _unit),
-    _loss(nn.CrossEntropyLoss, _classes),
-    *(_loss(k, _unit) for k in (nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss)),
-    _loss(nn.HuberLoss, _unit),
-    _loss(nn.NLLLoss, _classes),
-    *(_loss(kind, _unit) for kind in (nn.KLDivLoss, nn.PoissonNLLLoss)),
-    _loss(nn.GaussianNLLLoss, _unit, _unit),
-    _loss(nn.SoftMarginLoss, _sign),
-    _loss(nn.MultiLabelSoftMarginLoss, lambda n: 1.0 * (_unit(n) > 0.5)),
-    _loss(nn.HingeEmbeddingLoss, _sign),
+    *_losses(nn.MSELoss, of=[_unit]),
+    *_losses(nn.CrossEntropyLoss, of=[_classes]),
+    *_losses(nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss, of=[_unit]),
+    *_losses(nn.HuberLoss, of=[_unit]),
+    *_losses(nn.NLLLoss, of=[_classes]),
+    *_losses(nn.KLDivLoss, nn.PoissonNLLLoss, of=[_unit]),
+    *_losses(nn.GaussianNLLLoss, of=[_unit, _unit]),
+    *_losses(nn.SoftMarginLoss, of=[_sign]),
+    *_losses(nn.MultiLabelSoftMarginLoss, of=[lambda n: 1.0 * (_unit(n) > 0.5)]),
+    *_losses(nn.HingeEmbeddingLoss, of=[_sign]),
     LossCase(
-        _known("CausalLMLoss"),
+        partial(_known, "CausalLMLoss"),
         lambda n: (torch.randn(n, 3, 2), torch.randint(0, 2, (n, 3))),
-        name="CausalLMLoss",
     ),
-    LossCase(
-        partial(_known("AutodiffLoss"), _squares),
-        lambda n: (_unit(n), _unit(n)),
-        sampled=False,
-        name="AutodiffLoss",
-    ),
-    LossCase(_known("SumOutputs"), lambda n: (_unit(n),), sampled=False, name="SumOutputs"),
+    *_losses(partial(_known, "AutodiffLoss", _squares), of=[_unit], sampled=False),
+    *_losses(partial(_known, "SumOutputs"), sampled=False),
 ]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +24,10 @@ from backpack_core.cli.certificate import (
     digest_of,
     file_of,
     json_of,
-    read,
     version_of,
 )
+from backpack_core.discovery import GROUP
 from backpack_core.errors import BackpackError, UsageError
-
-GROUP = "backpack"
 
 
 class Project(NamedTuple):
@@ -89,7 +87,7 @@ def _home(folder: Path, top: str) -> Path:
     )
 
 
-def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
+def certify(*folders: Path, tests: Iterable[Path] = ()) -> dict[Path, Certificate]:
     """Run the tests of packages, and write a certificate beside the code of each.
 
     Args:
@@ -97,7 +95,7 @@ def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
         tests: What pytest runs; default: what the first package configures.
 
     Returns:
-        The certificates, one for each package of a distribution.
+        The certificates, one for each package of a distribution, by path.
 
     Raises:
         UsageError: There is nothing to check.
@@ -105,10 +103,12 @@ def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
     """
     projects = [project(folder) for folder in folders]
     recorded = _run(folders[0].resolve(), projects, [str(path.resolve()) for path in tests])
-    return [path for one in projects for path in _certified(one, *recorded)]
+    return {path: made for one in projects for path, made in _certified(one, *recorded)}
 
 
-def _certified(package: Project, entries: list[Any], provides: dict[str, Any]) -> list[Path]:
+def _certified(
+    package: Project, entries: list[Any], provides: dict[str, Any]
+) -> Iterator[tuple[Path, Certificate]]:
     """Write the certificates of one distribution, and the files of what it provides."""
     checks: dict[str, dict[str, str]] = {}
     for _, case, check, status, _ in entries:
@@ -123,15 +123,14 @@ def _certified(package: Project, entries: list[Any], provides: dict[str, Any]) -
         )
     compared: list[dict[str, Any]] = [worst for *_, worst in entries if worst]
     closest = max(compared, key=lambda w: float(w["error"] / w["allowed"]), default={})
-    paths, versions = [], (version_of("backpack-core"), version_of("torch"))
+    versions = version_of("backpack-core"), version_of("torch")
     for home in package.homes:
         certificate = Certificate(package.name, digest(home), *versions, checks, closest, unchecked)
         file_of(home).write_text(text_of(certificate), "utf-8")
-        paths.append(file_of(home))
         if home.stem in provides:  # it is installed
             text = json_of(provides[home.stem])
             discovery.beside(home, discovery.PROVIDES).write_text(text, "utf-8")
-    return paths
+        yield file_of(home), certificate
 
 
 def text_of(certificate: Certificate) -> str:
@@ -171,12 +170,12 @@ def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:
     return recorded
 
 
-def into_wheels(folder: Path, certificates: Iterable[Path]) -> list[Path]:
-    """Write each certificate into the wheel of its distribution.
+def into_wheels(place: Path, certificates: Mapping[Path, Certificate]) -> list[Path]:
+    """Write certificates into finished wheels, whatever built them.
 
     Args:
-        folder: The folder of the wheels.
-        certificates: As :func:`certify` wrote them.
+        place: A wheel for all of them, or a folder with a wheel of each distribution.
+        certificates: As :func:`certify` returned them.
 
     Returns:
         The wheels.
@@ -184,41 +183,34 @@ def into_wheels(folder: Path, certificates: Iterable[Path]) -> list[Path]:
     Raises:
         UsageError: A wheel is missing, or there are several, or one contains other code.
     """
-    by_wheel: dict[Path, list[Path]] = {}
-    for path in certificates:
-        certificate = read(path)
-        assert certificate is not None
-        name = re.sub(r"[-_.]+", "_", certificate.distribution)
-        wheels = sorted(folder.glob(f"{name}-*.whl"))
-        if len(wheels) != 1:
-            raise UsageError(
-                f"{str(folder)!r} has {len(wheels)} wheels of {certificate.distribution}, not "
-                "one. Build it with `python -m build`, into a folder without earlier wheels."
-            )
-        by_wheel.setdefault(wheels[0], []).append(path)
-    for wheel, paths in by_wheel.items():
-        into_wheel(wheel, paths)
+    by_wheel: dict[Path, dict[Path, Certificate]] = {}
+    for path, certificate in certificates.items():
+        wheel = _wheel_of(certificate.distribution, place) if place.is_dir() else place
+        by_wheel.setdefault(wheel, {})[path] = certificate
+    for wheel, own in by_wheel.items():
+        _into_wheel(wheel, own)
     return [*by_wheel]
 
 
-def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
-    """Write certificates into a finished wheel, whatever built it.
+def _wheel_of(distribution: str, folder: Path) -> Path:
+    name = re.sub(r"[-_.]+", "_", distribution)
+    wheels = sorted(folder.glob(f"{name}-*.whl"))
+    if len(wheels) != 1:
+        raise UsageError(
+            f"{str(folder)!r} has {len(wheels)} wheels of {distribution}, not one. Build it with "
+            "`python -m build`, into a folder without earlier wheels."
+        )
+    return wheels[0]
 
-    Args:
-        wheel: The file.
-        certificates: As :func:`certify` wrote them, beside the code.
 
-    Raises:
-        UsageError: The wheel contains code other than that checked.
-    """
+def _into_wheel(wheel: Path, certificates: Mapping[Path, Certificate]) -> None:
     with zipfile.ZipFile(wheel) as file:
         entries = {name: file.read(name) for name in file.namelist()}
-    for path in certificates:
-        certificate = read(path)
+    for path, certificate in certificates.items():
         is_package = path.name == NAME
         inside = f"{path.parent.name}/" if is_package else path.name.replace(f".{NAME}", ".py")
         code = {n: t for n, t in entries.items() if n.startswith(inside) and n.endswith(".py")}
-        if certificate is None or digest_of(code) != certificate.code:
+        if digest_of(code) != certificate.code:
             raise UsageError(
                 f"{wheel.name} contains code other than that certified. Build it again, then: "
                 "backpack certify FOLDER --wheel dist/NAME.whl."

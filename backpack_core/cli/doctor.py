@@ -12,7 +12,7 @@ from typing import Any, Literal
 from importlib_metadata import distributions, entry_points
 from packaging.requirements import Requirement
 
-from backpack_core.cli.certificate import standing
+from backpack_core.cli.certificate import Standing
 from backpack_core.cli.listing import worst
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
@@ -72,14 +72,13 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     installed = plugins.known_plugins()
     reports = load_isolated(installed, limit)
     findings = [finding for report in reports for finding in _judge(report, limit)]
-    findings += _name_conflicts(installed)
-    findings += _key_conflicts(reports)
+    findings += _conflicts(reports)
     findings += _field_conflicts(reports)
     findings += _of_metadata(reports)
     findings += _of_environment(installed)
     findings += _of_others()
     findings += _without_library(reports)
-    findings += _certificates(installed)
+    findings += _certificates(reports)
     return Diagnosis(
         reports, sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.who, f.plugin))
     )
@@ -179,29 +178,27 @@ def _lower(sentence: str) -> str:
     return sentence[0].lower() + sentence[1:]
 
 
-def _name_conflicts(installed: list[Plugin]) -> Iterator[Finding]:
-    by_name: dict[str, list[Plugin]] = {}
-    for plugin in installed:
-        if plugin.state == "conflict":
-            by_name.setdefault(plugin.name, []).append(plugin)
-    for name, rivals in by_name.items():
-        yield _conflict(
-            f"the plugin name {name!r}", name, [(name, str(p.provenance)) for p in rivals]
-        )
-
-
-def _key_conflicts(reports: list[Report]) -> Iterator[Finding]:
-    claims: dict[tuple[str, str], list[tuple[Report, Provided]]] = {}
+def _conflicts(reports: list[Report]) -> Iterator[Finding]:
+    """Names of plugins, and keys of what they provide, that several claim."""
+    claims: dict[tuple[str, str], dict[Any, Report]] = {}
     for report in reports:
+        if report.state == "conflict":
+            what = (f"the plugin name {report.name!r}", report.name)
+            claims.setdefault(what, {})[report.identity] = report
         for provided in report.provides:
-            rivals = claims.setdefault((provided.kind, provided.key), [])
-            if all(other.implementation != provided.implementation for _, other in rivals):
-                rivals.append((report, provided))
-    for (kind, key), rivals in claims.items():
-        wanted = canonical(preference(key))
-        settled = [r for r, _ in rivals if wanted in (canonical(r.distribution), canonical(r.name))]
+            what = (f"the {provided.kind} for {provided.key}", provided.key)
+            claims.setdefault(what, {}).setdefault(provided.implementation, report)
+    for (claim, key), found in claims.items():
+        wanted, rivals = canonical(preference(key)), [*found.values()]
+        settled = [r for r in rivals if wanted in map(canonical, r.identity)]
         if len(rivals) > 1 and len(settled) != 1:
-            yield _conflict(f"the {kind} for {key}", key, [(r.name, r.who) for r, _ in rivals])
+            who = " and ".join(report.who for report in rivals)
+            names = ", ".join(dict.fromkeys(report.name for report in rivals))
+            first = rivals[0].distribution
+            call = f"backpack_core.prefer({first!r}, {key!r})"
+            remedy = f"Uninstall all but one, call {call}, or set BACKPACK_PREFER={key}={first}."
+            problem = f"in conflict: {claim} is claimed by {who}"
+            yield Finding("fault", who, names, problem, remedy)
 
 
 def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
@@ -224,27 +221,18 @@ def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
             )
 
 
-def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
-    who = " and ".join(distribution for _, distribution in rivals)
-    names = ", ".join(dict.fromkeys(name for name, _ in rivals))
-    first = rivals[0][1].split(" ")[0]
-    call = f"backpack_core.prefer({first!r}, {key!r})"
-    remedy = f"Uninstall all but one, call {call}, or set BACKPACK_PREFER={key}={first}."
-    return Finding("fault", who, names, f"in conflict: {what} is claimed by {who}", remedy)
-
-
-def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
+def _certificates(reports: list[Report]) -> Iterator[Finding]:
     """Certificates that are no longer valid. A missing certificate is not a finding."""
-    packages: dict[str, set[str]] = {}
-    for plugin in installed:
-        packages.setdefault(str(plugin.provenance), set()).add(plugin.package)
     problems = {
         "unreadable": "its certificate cannot be read",
         "code changed": "its code differs from the code that its certificate is for",
         "other versions": "its certificate is for other versions of backpack-core or torch",
     }
-    for who, names in packages.items():
-        problem = problems.get(worst(map(standing, names)))
+    by_who: dict[str, list[Standing]] = {}
+    for report in reports:
+        by_who.setdefault(report.who, []).append(report.standing)
+    for who, standings in by_who.items():
+        problem = problems.get(worst(standings))
         if problem is not None:
             remedy = "Authors: run `backpack certify` again, in the folder of its pyproject.toml."
             yield Finding("warning", who, "", problem, remedy)

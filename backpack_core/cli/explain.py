@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook
 
 from backpack_core import _hooks
 from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
@@ -134,13 +135,8 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
         layers.setdefault(module, []).extend(of_module(module, args, result, first))
 
     unextend(model)
-    hooks = [module.register_forward_hook(visit) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            output = model(*given.inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with register_module_forward_hook(visit), torch.no_grad():
+        output = model(*given.inputs)
     is_softmax = isinstance(given.modules[-1], nn.CrossEntropyLoss)  # C - 1 for C classes
     return layers, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 
@@ -150,18 +146,16 @@ def _costs(
 ) -> tuple[float | None, float | None]:
     """Multiply-adds and bytes, relative to those of the gradient."""
     columns = net.columns if name in EXACT else 1
-    batch = len(net.given.inputs[0]) if net.given.inputs else 0
-    size = result_size(name, parameter.numel(), batch, columns) or parameter.numel()
     parts = [work(layer, name, columns) for layer in layers]
     if not layers or parameter.dim() < 2 or None in parts:
         return None, None
+    batch, numbers = len(net.given.inputs[0]), parameter.numel()
+    size = result_size(name, numbers, batch, columns) or numbers
     gradient = sum(2 * layer.product + layer.back for layer in layers)
     times = 1 + sum(part or 0 for part in parts) / gradient
     if name in ("KFAC", "KFLR"):
-        rows, rest = len(parameter), parameter.numel() // len(parameter)
-        size = rows**2 + rest**2
-    is_known = batch or size == parameter.numel()
-    return times, size / parameter.numel() if is_known else None
+        size = len(parameter) ** 2 + (numbers // len(parameter)) ** 2
+    return times, size / numbers
 
 
 def _words(

@@ -8,15 +8,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from backpack_core.cli.provides import untrue
+from backpack_core.cli.provides import class_named, contributions, untrue
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Plugin
-from backpack_core.errors import PluginVersionError
-from backpack_core.plugins.registry import registry
-from backpack_core.preferences import Claim, qualified_name
+from backpack_core.preferences import qualified_name
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
@@ -29,9 +27,9 @@ def report(plugin: Plugin) -> Report:
     if plugin.error is not None:
         _describe_error(result, plugin.error)
     if plugin.state == "loaded":
-        claims = _claims(plugin)
-        result.provides = [provided for provided, _ in claims]
-        values = list({id(value): value for _, value in claims}.values())
+        found = [*contributions(plugin)]
+        result.provides = [_described(*each) for each in found]
+        values = list({id(value): value for *_, value in found}.values())
         result.broken_promises = [text for value in values for text in _broken(value)]
         rules = [type(value) for value in values if isinstance(value, LayerRule)]
         result.broken_promises += [
@@ -68,53 +66,27 @@ def _describe_error(result: Report, error: BaseException) -> None:
     wanted = result.value.partition(":")[0]
     if isinstance(error, ModuleNotFoundError) and error.name:
         result.module_found = not f"{wanted}.".startswith(f"{error.name}.")
-    if isinstance(error, PluginVersionError):
-        result.where = ""
 
 
-def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
-    """What the registry has from this plugin: descriptions and values."""
-    described: list[tuple[Provided, Any]] = []
-
-    def add(kind: str, key: str, claims: list[Claim[Any]]) -> None:
-        for claim in claims:
-            if claim.provenance == plugin.provenance:
-                value = claim.value
-                cls = value if isinstance(value, type) else type(value)
-                name = f"{cls.__module__}.{cls.__qualname__}"
-                detail = getattr(cls, "savefield", "") if kind == "extension" else ""
-                described.append((Provided(kind, key, name, detail), value))
-
-    for module_type, rules in registry.rules.items():
-        add("layer rule", qualified_name(module_type), rules)
-    for name, extensions in registry.extensions.items():
-        add("extension", name, extensions)
-    for name, propagators in registry.propagators.items():
-        add("propagator", name, propagators)
-    for (extension, module_type), overrides in registry.overrides.items():
-        add("pair override", f"{extension.__name__}/{qualified_name(module_type)}", overrides)
-    return described
+def _described(kind: str, key: Any, value: Any) -> Provided:
+    """The description of what the registry has from a plugin."""
+    is_pair = kind == "pair override"
+    name = f"{key[0].__name__}/{qualified_name(key[1])}" if is_pair else qualified_name(key)
+    field = value.savefield if kind == "extension" else ""
+    return Provided(kind, name, class_named(value), field)
 
 
-def _broken(value: Any) -> list[str]:
+def _broken(value: Any) -> Iterator[str]:
     """What a rule or extension declares but does not implement."""
-    if isinstance(value, LayerRule):
-        name = type(value).__name__
-        return [f"{name} {text}" for text in _broken_rule(value)]
+    name = class_named(value).rpartition(":")[2]
     if isinstance(value, type) and issubclass(value, Extension) and not value.savefield:
-        return [f"{value.__name__} has no savefield: its quantity cannot be stored by default"]
-    return []
-
-
-def _broken_rule(rule: LayerRule) -> list[str]:
-    faults = []
-    if not has_second_derivative(rule):
-        if isinstance(rule, ElementwiseRule):
-            faults.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
-        elif second_order(rule).hessian_is_diagonal:
-            faults.append("declares hessian_is_diagonal but has no _second_derivative_mat_prod")
-    if isinstance(rule, HessianLossRule) and rule.likelihood:
-        samples = type(rule)._sqrt_hessian_sampled
-        if samples is HessianLossRule._sqrt_hessian_sampled:
-            faults.append(f"declares the likelihood {rule.likelihood!r} but cannot sample from it")
-    return faults
+        yield f"{name} has no savefield: its quantity cannot be stored by default"
+    if isinstance(value, LayerRule) and not has_second_derivative(value):
+        if isinstance(value, ElementwiseRule):
+            yield f"{name} is an ElementwiseRule without second_derivative or hessian_is_zero"
+        elif second_order(value).hessian_is_diagonal:
+            yield f"{name} declares hessian_is_diagonal but has no _second_derivative_mat_prod"
+    if isinstance(value, HessianLossRule):
+        samples = type(value)._sqrt_hessian_sampled is not HessianLossRule._sqrt_hessian_sampled
+        if value.likelihood and not samples:
+            yield f"{name} declares the likelihood {value.likelihood!r} but cannot sample from it"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.nn import Module
 
-from backpack_core.cli.provides import provided_by
+from backpack_core.cli.provides import class_named, provided_by
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import Case, installed
@@ -70,4 +70,4 @@ def _classes_of(case: Case) -> list[str]:
     with installed(case):
         is_module = isinstance(made, Module)
         checked = [registry.resolve(made).rule] if is_module else [made, made.propagator]
-    return [f"{type(one).__module__}:{type(one).__qualname__}" for one in checked]
+    return [class_named(one) for one in checked]

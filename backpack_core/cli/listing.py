@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any, get_args
+from typing import get_args
 
-from backpack_core.cli.certificate import Standing, standing
+from backpack_core.cli.certificate import Standing
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import Report
 from backpack_core.discovery import State, discover
@@ -23,10 +22,7 @@ def collect(load: bool, limit: float) -> list[Report]:
         limit: Seconds that one plugin may take.
     """
     plugins = discover()
-    reports = load_isolated(plugins, limit) if load else [Report.of(plugin) for plugin in plugins]
-    for report, plugin in zip(reports, plugins, strict=True):
-        report.standing = standing(plugin.package)
-    return reports
+    return load_isolated(plugins, limit) if load else [Report.of(plugin) for plugin in plugins]
 
 
 def worst(standings: Iterable[Standing]) -> Standing:
@@ -79,17 +75,5 @@ def rows(reports: list[Report]) -> list[tuple[str, ...]]:
     return [
         (r.name, r.distribution, r.version, text, r.state)
         for r in reports
-        for text in (_provides(r) or [r.value])
+        for text in ([*map(str, r.provides)] or [r.value])
     ]
-
-
-def _provides(report: Report) -> list[str]:
-    return [
-        f"{p.kind} {p.key}" + (f", saved as {p.detail}" if p.detail else "")
-        for p in report.provides
-    ]
-
-
-def as_json(reports: list[Report]) -> list[dict[str, Any]]:
-    """The reports as plain data."""
-    return [asdict(report) for report in reports]

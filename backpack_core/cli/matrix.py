@@ -12,14 +12,15 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.nn import Module
 
 from backpack_core.cli import catalogue
-from backpack_core.cli.watch import Kind, Watch
+from backpack_core.cli.table import Cell, Kind, Row
+from backpack_core.cli.watch import kind_of, watch
+from backpack_core.contract.bases import BASES
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
@@ -33,41 +34,8 @@ from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.derivatives import second_order
-from backpack_products.elementwise import ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.loss import HessianLossRule
-from backpack_products.parametric import AffinePairsRule, AffineRule, ParametricRule, ProductRule
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One extension on one layer.
-
-    Attributes:
-        kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
-            form of product that the rule has; ``"autodiff"``: at the operations that use the
-            parameters, since there is no rule; ``"graph"``: from the graph of the loss, whatever
-            the layer is; ``"refused"``: it raises an error; ``"-"``: nothing is computed.
-        reason: Why it raises an error.
-    """
-
-    kind: Kind
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One layer or loss.
-
-    Attributes:
-        name: The layer.
-        rule: Its rule; ``None`` if none is installed.
-        cells: The cells by name of the extension.
-    """
-
-    name: str
-    rule: LayerRule | None
-    cells: dict[str, Cell] = field(default_factory=dict)
 
 
 def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
@@ -86,14 +54,14 @@ def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
 def layer_row(case: RuleCase, chosen: Collection[str] = ()) -> Row:
     """The row of a layer, which runs in the kit's small net."""
     net, arguments = build_net(case)
-    return _row(case.label(), (net, arguments, SoftmaxLoss()), net.layer, chosen)
+    return _row(case.name, (net, arguments, SoftmaxLoss()), net.layer, chosen)
 
 
 def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
     """The row of a loss, which runs behind a single layer."""
     net, arguments, bound = in_front_of(case, "mean").build(torch.float64)
     loss = bound.get_submodule("loss")
-    return _row(case.label(), (net, arguments, bound), loss, chosen)
+    return _row(case.name, (net, arguments, bound), loss, chosen)
 
 
 def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
@@ -106,25 +74,25 @@ def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
     rule = None if resolved.is_fallback else resolved.rule
     extensions = [e for e in installed_extensions() if not chosen or type(e).__name__ in chosen]
     modules = set(module.modules())
-    watches = {extension: Watch(modules, extension) for extension in extensions}
+    forms = {extension: watch(extension, modules) for extension in extensions}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the row shows that there is no rule
         usable, _ = problem.run_usable(extensions)
-    row = Row(name, rule)
-    for extension, watch in watches.items():
+    cells = {}
+    for extension, read in forms.items():
         kind = type(extension).__name__
         if extension in usable:
-            row.cells[kind] = Cell(_kind(module, rule, extension, watch))
+            cells[kind] = Cell(_kind(module, rule, extension, read))
         else:
-            row.cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
-    return row
+            cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
+    return Row({"layer": name or type(module).__name__}, cells, rule)
 
 
-def _kind(module: Module, rule: LayerRule | None, extension: Extension, watch: Watch) -> Kind:
+def _kind(module: Module, rule: LayerRule | None, extension: Extension, forms: set[type]) -> Kind:
     if extension.is_whole:
         return "graph"
     if any(p.requires_grad for p in module.parameters()):
-        return watch.kind()
+        return kind_of(type(extension), forms)
     if isinstance(extension, FirstOrderExtension):
         return "-"
     return "autodiff" if rule is None else "rule"
@@ -190,7 +158,7 @@ def _tables(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
 
 
 def _cells(row: Row, names: list[str], reasons: dict[str, int]) -> list[str]:
-    texts = [row.name]
+    texts = [row.labels["layer"]]
     for name in names:
         cell = row.cells[name]
         if cell.kind == "refused":
@@ -212,24 +180,16 @@ def _capabilities(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
     rules: dict[type[LayerRule], tuple[LayerRule, list[str]]] = {}
     for row in (row for _, rows in families for row in rows if row.rule is not None):
         assert row.rule is not None
-        rules.setdefault(type(row.rule), (row.rule, []))[1].append(row.name.split(" ")[0])
+        rules.setdefault(type(row.rule), (row.rule, []))[1].append(
+            row.labels["layer"].split(" ")[0]
+        )
     yield "## Capabilities of the rules\n"
     header = ["rule", "base", "layers", "Hessian in the input", "linear in"]
     yield from _table(header, (_capability(*entry) for entry in rules.values()))
 
 
-_BASES = (
-    AffineRule,
-    AffinePairsRule,
-    ProductRule,
-    ElementwiseRule,
-    HessianLossRule,
-    ParametricRule,
-)
-
-
 def _capability(rule: LayerRule, layers: list[str]) -> list[str]:
-    base = next((base.__name__ for base in _BASES if isinstance(rule, base)), "LayerRule")
+    base = next(kind.__name__ for kind in type(rule).__mro__ if kind in BASES)
     linear, names = getattr(rule, "linear_in_params", ()), dict.fromkeys(layers)
     return [type(rule).__name__, base, ", ".join(names), _hessian(rule), ", ".join(linear)]
 

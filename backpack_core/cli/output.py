@@ -6,29 +6,13 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_COLOURS = {
-    "loaded": "green",
-    "rule": "green",
-    "fast": "green",
-    "autodiff": "yellow",
-    "blocked": "yellow",
-    "warning": "yellow",
-    "failed": "red",
-    "conflict": "red",
-    "hangs": "red",
-    "died": "red",
-    "refused": "red",
-    "fault": "red",
-}
+_RED = ("failed", "conflict", "hangs", "died", "refused")
+_COLOURS = {"loaded": "green", "blocked": "yellow", **dict.fromkeys(_RED, "red")}
 _UNLIMITED = 10_000  # a pipe is as wide as what goes through it
 _GAP = 2  # between columns
 
@@ -43,13 +27,6 @@ def width() -> int:
     return min(100, terminal())
 
 
-def console(wide: int) -> Console:
-    """Standard output, without colour in a pipe."""
-    from rich.console import Console
-
-    return Console(width=wide, highlight=False)
-
-
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], wide: int | None = None
 ) -> None:
@@ -60,7 +37,9 @@ def print_table(
         rows: The cells. Words for states are coloured.
         wide: The available width; default: that of the terminal.
     """
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     wide, cells = wide or terminal(), [list(row) for row in rows]
     columns = [*zip(header, *cells, strict=True)]
@@ -76,8 +55,8 @@ def print_table(
     for name, width in zip(header, widths, strict=True):
         table.add_column(name, width=width)
     for row in cells:
-        table.add_row(*[_styled(cell) for cell in row])
-    target = console(wide)
+        table.add_row(*[Text(cell, _COLOURS.get(cell, "")) for cell in row])
+    target = Console(width=wide, highlight=False)  # without colour in a pipe
     with target.capture() as printed:
         target.print(table)
     for line in printed.get().splitlines():
@@ -88,13 +67,6 @@ def _stacked(header: Sequence[str], row: Sequence[str], wide: int) -> str:
     """A row as lines: its first cell, and below it the others that are not empty, with names."""
     others = [f"  {name}: {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell]
     return "\n".join(wrapped(line, wide) for line in (row[0], *others))
-
-
-def _styled(cell: str) -> str:
-    from rich.markup import escape
-
-    colour = _COLOURS.get(cell)
-    return f"[{colour}]{cell}[/{colour}]" if colour else escape(cell)
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
@@ -108,29 +80,8 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
     from rich.console import Console
     from rich.progress import track as tracked
 
-    bar = Console(stderr=True)
-    yield from tracked(items, what, total, console=bar, transient=True, disable=_nobody_looks())
-
-
-@contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar if standard error is a terminal; yields a function that advances it.
-
-    Args:
-        what: What is done.
-        total: The number of steps.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    shown = Console(stderr=True)
-    with Progress(console=shown, transient=True, disable=_nobody_looks()) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
-
-
-def _nobody_looks() -> bool:
-    return not sys.stderr.isatty()
+    bar, disable = Console(stderr=True), not sys.stderr.isatty()
+    yield from tracked(items, what, total, console=bar, transient=True, disable=disable)
 
 
 def print_json(value: Any) -> None:

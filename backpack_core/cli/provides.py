@@ -17,24 +17,32 @@ from backpack_core.cli.certificate import json_of
 from backpack_core.discovery import Plugin, beside
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
-from backpack_core.preferences import Claim, qualified_name
+from backpack_core.preferences import qualified_name
+
+KINDS = ("layer rule", "extension", "propagator", "pair override")  # of the registry's tables
+
+
+def contributions(plugin: Plugin) -> Iterator[tuple[str, Any, Any]]:
+    """What the registry has from a loaded plugin: kind, key and value."""
+    for kind, table in zip(KINDS, registry.tables, strict=True):
+        for key, claims in table.items():
+            own = (claim.value for claim in claims if claim.provenance == plugin.provenance)
+            yield from ((kind, key, value) for value in own)
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
     """What loaded plugins provide, by package, in the form of the file."""
     by_package: dict[str, dict[str, str]] = {}
-    tables: list[tuple[Any, list[Claim[Any]]]]
-    tables = [*registry.rules.items(), *registry.extensions.items()]
     for plugin in plugins:
-        for key, claims in tables:
-            for claim in claims:
-                if claim.provenance == plugin.provenance:
-                    names = by_package.setdefault(plugin.package, {})
-                    names[qualified_name(key)] = _class_named(claim.value)
+        for kind, key, value in contributions(plugin):
+            if kind in ("layer rule", "extension"):
+                names = by_package.setdefault(plugin.package, {})
+                names[qualified_name(key)] = class_named(value)
     return by_package
 
 
-def _class_named(value: Any) -> str:
+def class_named(value: Any) -> str:
+    """A class, or that of an instance, as entry points name it."""
     kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}:{kind.__qualname__}"
 

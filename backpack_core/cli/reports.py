@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from backpack_core.cli.certificate import Standing
+from backpack_core.cli.certificate import Standing, standing
 from backpack_core.discovery import Plugin
 
 LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one on a busy machine
@@ -26,6 +26,10 @@ class Provided:
     key: str
     implementation: str
     detail: str = ""
+
+    def __str__(self) -> str:
+        """As ``"extension BatchGrad, saved as grad_batch"``."""
+        return f"{self.kind} {self.key}" + (f", saved as {self.detail}" if self.detail else "")
 
 
 @dataclass
@@ -73,8 +77,8 @@ class Report:
     @classmethod
     def of(cls, plugin: Plugin, state: str = "", **fields: Any) -> Report:
         """A report on a plugin, with further fields."""
-        identity = (plugin.name, plugin.value, plugin.distribution, plugin.version)
-        return cls(*identity, state or plugin.state, **fields)
+        fields |= {"state": state or plugin.state, "standing": standing(plugin.package)}
+        return cls(plugin.name, plugin.value, plugin.distribution, plugin.version, **fields)
 
     @property
     def who(self) -> str:

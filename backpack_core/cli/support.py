@@ -14,10 +14,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from backpack_core import _hooks, plugins
 from backpack_core.cli import output
+from backpack_core.cli.table import Cell, Row
 from backpack_core.cli.watch import declared_form, is_fast
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
@@ -33,56 +34,24 @@ from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
 
-
-class Table(NamedTuple):
-    """A table of what is supported.
-
-    Attributes:
-        header: Names of the columns; those of extensions come last.
-        rows: The cells.
-        reasons: Why a cell is ``refused``, by row and name of the extension.
-        first: The index of the first column of an extension.
-    """
-
-    header: list[str]
-    rows: list[list[str]]
-    reasons: list[dict[str, str]]
-    first: int
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """A dictionary for each row, with the reasons under ``"reasons"``."""
-        pairs = zip(self.rows, self.reasons, strict=True)
-        return [{**dict(zip(self.header, row, strict=True)), "reasons": why} for row, why in pairs]
-
-
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def table_of_rules(chosen: tuple[str, ...] = ()) -> Table:
-    """Every layer of the catalogue against extensions, as the conformance kit runs them.
+def table_of_rules(chosen: tuple[str, ...] = ()) -> list[Row]:
+    """A row for each layer of the catalogue, from small nets, as the conformance kit runs them.
 
     Args:
         chosen: Names of extensions; default: all that are installed.
 
     Raises:
-        BackpackError: The kit is not installed.
         UsageError: An extension is not installed.
     """
-    try:
-        kit = importlib.import_module("backpack_core.cli.matrix")
-    except ImportError as error:
-        raise BackpackError(
-            f"The support matrix comes from the conformance kit, which needs {error.name}. Run "
-            "`pip install 'backpack-core[testing]'`, or name a model: "
-            "`backpack support MODULE:FACTORY`."
-        ) from error
+    from backpack_core.cli import catalogue, matrix  # their import takes long
+
     classes(chosen)
-    families = output.track(kit.matrix(chosen), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
-    results = [row for _, family in families for row in family]
-    names = list(chosen) or list(results[0].cells)
-    rows = [[row.name, *(row.cells[name].kind for name in names)] for row in results]
-    reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in results]
-    return Table(["layer", *names], rows, reasons, 1)
+    number = len(catalogue.LAYERS) + 1
+    families = output.track(matrix.matrix(chosen), "Trying every layer", number)
+    return [row for _, family in families for row in family]
 
 
 def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
@@ -105,7 +74,7 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
     return {n: choose(registry.extensions[n], n, "extension").value for n in names}
 
 
-def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
+def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> list[Row]:
     """A row for each module of a model that is an operation.
 
     Args:
@@ -115,28 +84,24 @@ def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
         chosen: Names of extensions; default: all that are installed.
 
     Returns:
-        Path, type, rule, plugin, and for each extension one of ``rule``, ``fast`` (the rule, by
-        contractions), ``autodiff``, ``graph`` (from the graph of the loss), ``refused``; ``-``
-        if there is nothing to compute.
+        The rows, with path, type, rule and plugin.
 
     Raises:
         UsageError: An extension is not installed.
     """
     extensions = classes(chosen)
     given = build(target)
-    rows, reasons = [], []
     kinds = output.track(extensions.items(), "Trying every extension", len(extensions))
     tried = {name: trial(given, kind) for name, kind in kinds}
+    rows = []
     for path, module in _operations(given.modules):
         resolved = registry.resolve(module)
         rule = "automatic" if resolved.is_fallback else type(resolved.rule).__name__
-        judged = {n: judge(module, kind, tried[n]) for n, kind in extensions.items()}
-        rows.append(
-            [path, type(module).__name__, rule, str(resolved.provenance)]
-            + [cell for cell, _ in judged.values()]
-        )
-        reasons.append({name: why for name, (_, why) in judged.items() if why})
-    return Table(["module", "type", "rule", "plugin", *extensions], rows, reasons, 4)
+        labels = {"module": path, "type": type(module).__name__, "rule": rule}
+        labels["plugin"] = str(resolved.provenance)
+        cells = {n: judge(module, kind, tried[n]) for n, kind in extensions.items()}
+        rows.append(Row(labels, cells))
+    return rows
 
 
 class Given(NamedTuple):
@@ -258,56 +223,48 @@ _NONLINEAR = "it needs a second derivative in a parameter, and the rule has none
 _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take AffineRule"
 
 
-def judge(module: Module, extension: type[Extension], tried: str | None = None) -> tuple[str, str]:
+def judge(module: Module, extension: type[Extension], tried: str | None = None) -> Cell:
     """How an extension is computed at a module.
 
     Args:
         module: The module.
         extension: The extension.
         tried: What :func:`trial` says of it. What ran is not refused, and what the run refused is.
-
-    Returns:
-        The cell of the table, and why it is refused.
     """
     resolved = registry.resolve(module)
-    cell, why = ("refused", tried) if tried else _declared(module, resolved, extension)
-    if cell == "refused" and tried == "":
-        return ("autodiff" if resolved.is_fallback else "rule"), ""
-    return cell, why
+    cell = Cell("refused", tried) if tried else _declared(module, resolved, extension)
+    if cell.reason and tried == "":
+        return Cell("autodiff" if resolved.is_fallback else "rule")
+    return cell
 
 
-def _declared(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
+def _declared(module: Module, resolved: Resolved, extension: type[Extension]) -> Cell:
     """How an extension is computed at a module, as far as that is known without data."""
     rule, needs = resolved.rule, _needs(extension)
     if extension.is_whole:
         has = _has_residual(resolved, module, needs)
-        return ("graph", "") if has else ("refused", _NO_SECOND)
+        return Cell("graph") if has else Cell("refused", _NO_SECOND)
     if _mixes_samples(rule, module):
-        return "refused", _MIXING
-    parameters = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        return Cell("refused", _MIXING)
+    named = module.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in named if parameter.requires_grad}
+    parameters = {name for name in trained if "." not in name}
     if isinstance(rule, LossRule):
-        return ("-" if issubclass(extension, FirstOrderExtension) else "rule"), ""
+        return Cell("-" if issubclass(extension, FirstOrderExtension) else "rule")
     if needs == "second derivative" and not has_second_derivative(rule):
-        return "refused", _NO_SECOND
+        return Cell("refused", _NO_SECOND)
     names = rule.parameter_names(module) if isinstance(rule, ParametricRule) else ()
-    covered = {name for name in names if _is_trained(module, name)}
+    covered = trained.intersection(names)
     if not parameters and not covered:
         is_first = issubclass(extension, FirstOrderExtension)
-        return ("-" if is_first else "autodiff" if resolved.is_fallback else "rule"), ""
+        return Cell("-" if is_first else "autodiff" if resolved.is_fallback else "rule")
     if needs == "second derivative" and not covered <= {*getattr(rule, "linear_in_params", ())}:
-        return "refused", _NONLINEAR
+        return Cell("refused", _NONLINEAR)
     if needs == "structure" and not _has_structure(rule, module, parameters | covered):
-        return "refused", _UNKNOWN if resolved.is_fallback else _NO_STRUCTURE
+        return Cell("refused", _UNKNOWN if resolved.is_fallback else _NO_STRUCTURE)
     if parameters - covered:
-        return "autodiff", ""
-    return ("fast" if is_fast(extension, declared_form(type(rule))) else "rule"), ""
-
-
-def _is_trained(module: Module, name: str) -> bool:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return isinstance(value, Parameter) and value.requires_grad
+        return Cell("autodiff")
+    return Cell("fast" if is_fast(extension, declared_form(type(rule))) else "rule")
 
 
 def _needs(extension: type[Extension]) -> str:

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from torch.nn import Module
 
+from backpack_core.cli.table import Kind
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_operations.bare import BareRule
 from backpack_products.parametric import ParametricRule, ProductRule
 from backpack_products.product import DenseProduct, SampleProduct
 
-Kind = Literal["rule", "fast", "autodiff", "graph", "refused", "-"]
+
+def watch(extension: Extension, modules: set[Module]) -> set[type]:
+    """Note the forms that an extension reads at some modules, in the set that is returned.
+
+    Args:
+        extension: The extension; this instance remains watched.
+        modules: The modules.
+    """
+    forms: set[type] = set()
+    read = extension.read
+
+    def watched(product: Any) -> Any:
+        if product.module in modules:
+            forms.add(_form_of(product))
+        return read(product)
+
+    extension.read = watched  # type: ignore[method-assign]
+    return forms
 
 
-class Watch:
-    """Replaces an extension's ``read``, and notes the forms that it reads at some modules."""
-
-    def __init__(self, modules: set[Module], extension: Extension) -> None:
-        """Replace ``read`` of the extension.
-
-        Args:
-            modules: The modules to watch.
-            extension: The extension; this instance remains watched.
-        """
-        self.modules = modules
-        self.forms: set[type] = set()
-        self.read = extension.read
-        self._extension = type(extension)
-        extension.read = self  # type: ignore[method-assign]
-
-    def __call__(self, product: Any) -> Any:
-        """Called instead of ``read``."""
-        if product.module in self.modules:
-            self.forms.add(_form_of(product))
-        return self.read(product)
-
-    def kind(self) -> Kind:
-        """The kind of cell in the support matrix; see ``matrix.Cell``."""
-        if BareRule in self.forms:
-            return "autodiff"
-        fast = any(is_fast(self._extension, form) for form in self.forms)
-        return "fast" if fast else "rule"
+def kind_of(extension: type[Extension], forms: set[type]) -> Kind:
+    """The kind of cell in a table of what is supported, from the forms that were read."""
+    if BareRule in forms:
+        return "autodiff"
+    return "fast" if any(is_fast(extension, form) for form in forms) else "rule"
 
 
 def _form_of(product: Any) -> type:

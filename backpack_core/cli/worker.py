@@ -1,8 +1,6 @@
 """Loads plugins in a process of its own, and reports on each to the parent process.
 
-Run as a script by :mod:`backpack_core.cli.processes`. It reads a JSON object from standard input,
-and writes a line of JSON before and after each plugin. So the parent knows the name of a plugin
-that hangs or ends the process. What plugins print is redirected.
+It sends JSON, so that the parent imports nothing of a plugin. What plugins print is redirected.
 """
 
 from __future__ import annotations
@@ -12,57 +10,46 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import IO, Any
+from typing import Any
 
 
-def main() -> None:
-    """Load every plugin except those to be skipped."""
-    request: dict[str, Any] = json.load(sys.stdin)
-    sys.path[:] = request["path"]
-    channel, captured = _redirect()
+def main(channel: Any, culprits: Iterable[int]) -> None:
+    """Load every plugin, and report on each; before that, send an empty message.
 
-    def tell(**message: Any) -> None:
-        channel.write(json.dumps(message) + "\n")
-        channel.flush()
-
+    Args:
+        channel: The end of a pipe to the parent process.
+        culprits: Positions of plugins that are not loaded.
+    """
     from backpack_core import plugins
     from backpack_core.cli.inspection import report
 
-    skipped = {tuple(identity) for identity in request["skip"]}
-    started, position = 0.0, 0
+    installed = plugins.known_plugins()  # reads metadata, which is no plugin's time
+    for number in culprits:
+        installed[number].state = "blocked"
+    captured = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
+    os.dup2(captured.fileno(), 1)
+    channel.send_bytes(b"")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only now: errors before this are shown
+    started = time.perf_counter()
 
-    def before(plugin: plugins.Plugin) -> None:
-        nonlocal started, position
-        if (plugin.distribution, plugin.name) in skipped:
-            plugin.state = "blocked"
-        tell(begin=[plugin.distribution, plugin.name])
-        started, position = time.perf_counter(), captured.seek(0, os.SEEK_END)
-
-    def after(plugin: plugins.Plugin) -> None:
-        seconds = time.perf_counter() - started
+    def printed() -> str:
+        """What was printed since the last call."""
         sys.stdout.flush()
-        captured.seek(position)
-        output = captured.read().decode(errors="replace")
+        captured.seek(0)
+        text = captured.read().decode(errors="replace")
+        captured.seek(0)
+        captured.truncate()
+        return text
+
+    def tell(plugin: plugins.Plugin) -> None:
+        nonlocal started
+        seconds, output = time.perf_counter() - started, printed()
         result = report(plugin)
         result.seconds, result.output = seconds, output
-        tell(end=asdict(result))
+        printed()  # by what it names, which was imported for the report
+        channel.send_bytes(json.dumps(asdict(result)).encode())
+        started = time.perf_counter()
 
-    tell(ready=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only now: the parent shows errors before this
-    plugins.load_all(after, before)
-    tell(done=True)
-    os._exit(0)  # does not wait for threads that plugins started
-
-
-def _redirect() -> tuple[IO[str], IO[bytes]]:
-    """Keep the channel to the parent; send what plugins print to a file; give them no input."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    captured = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-    os.dup2(captured.fileno(), 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return channel, captured
-
-
-if __name__ == "__main__":
-    main()
+    plugins.load_all(tell)

@@ -48,22 +48,17 @@ def ensure_loaded() -> None:
         _warn(failures())
 
 
-def load_all(
-    after: Callable[[Plugin], None], before: Callable[[Plugin], None] | None = None
-) -> None:
+def load_all(after: Callable[[Plugin], None]) -> None:
     """Load every allowed plugin.
 
     Args:
         after: Called after each plugin. If it raises, loading ends, and may be tried again.
-        before: Called before each plugin.
     """
     global _loading, _loaded
     with lock:
         _loading = True
         try:
             for plugin in known_plugins():
-                if before is not None:
-                    before(plugin)
                 load(plugin)
                 after(plugin)
             _loaded = True

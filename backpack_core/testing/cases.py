@@ -139,7 +139,12 @@ class Case:
 
     def label(self) -> str:
         """The given name; else the extension's name, or the module's representation on one line."""
-        return self.name or _label_of(self.make())
+        if self.name:
+            return self.name
+        made = self.make()
+        is_module = isinstance(made, Module)
+        text = "".join(repr(made).split()) if is_module else type(made).__name__
+        return text if len(text) <= 72 else f"{text[:69]}..."
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,10 +289,3 @@ def installed(case: Case) -> Iterator[None]:
     provided = {type(claim.value) for claims in registry.rules.values() for claim in claims}
     with temporary_plugin(*(() if rule is None or rule in provided else (rule,))):
         yield
-
-
-def _label_of(checked: Module | Extension) -> str:
-    """A label that is short enough for a test id."""
-    is_module = isinstance(checked, Module)
-    text = "".join(repr(checked).split()) if is_module else type(checked).__name__
-    return text if len(text) <= 72 else f"{text[:69]}..."

@@ -35,7 +35,7 @@ class Check:
         name: Name of the check.
         function: Raises an error if it finds a fault, or yields what must be compared.
         subject: Makes the argument of the function from a case.
-        needs: Traits that a case must have for the check to apply; see ``traits``.
+        needs: Traits that a case must have, or must not, for the check to apply; see ``traits``.
         prerequisites: Names of the checks that it builds on, if they apply to a case.
     """
 
@@ -55,8 +55,8 @@ class Check:
 # Checks of a rule's methods and declarations:
 METHODS = """
 mixes_samples | |
-not_twice_differentiable | once |
-overwritten_input | overwritten |
+not_twice_differentiable | not twice |
+overwritten_input | not kept |
 accepts | separate, kept |
 hessian_is_zero | separate, kept, twice, zero hessian |
 hessian_is_diagonal | separate, kept, twice, diagonal hessian |
@@ -88,7 +88,7 @@ differentiable | separate, kept, twice | mean
 subsampling | separate | mean subsampled_call
 float32 autocast | separate | mean keeps_dtype
 bfloat16 | separate, half precision | mean keeps_dtype
-mixing_is_refused | mixing | mixes_samples
+mixing_is_refused | not separate | mixes_samples
 """
 LOSS = """
 samples_are_separate hessian_is_psd normalisation | |
@@ -151,7 +151,7 @@ def in_situation(run: LayerRun, name: str) -> None:
         run_of_twin.rule.check(run_of_twin.view)
     except UnsupportedError:
         return
-    own_traits = traits(twin) - {"once", "overwritten"}  # declared for the case's mode only
+    own_traits = traits(twin) - {"not twice", "not kept"}  # declared for the case's mode only
     for check in OF_METHODS:
         is_wanted = name == "other_mode" or check.name.endswith("t_mat_prod")
         if is_wanted and check.needs <= own_traits and check.name not in run.case.expected_failures:

@@ -22,7 +22,7 @@ from backpack_core.record.nested import in_order, iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import SAMPLES, Arguments, Case, ExtensionCase, RuleCase, installed
+from backpack_core.testing.cases import Arguments, Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.compare import CheckFailure, require
 from backpack_products import derivatives
 from backpack_products.derivatives import second_order
@@ -89,7 +89,6 @@ class LayerRun:
 def run_layer(
     case: RuleCase,
     inputs: Arguments | None = None,
-    samples: int = SAMPLES,
     strided: bool = False,
     dtype: torch.dtype = torch.float64,
     module: Module | None = None,
@@ -99,12 +98,11 @@ def run_layer(
     Args:
         case: The case.
         inputs: Inputs to use instead of the case's own.
-        samples: The batch size.
         strided: Whether each input is every other entry of a larger tensor.
         dtype: The dtype of parameters and inputs.
         module: A module of an earlier run, to be called again.
     """
-    inputs, module = inputs or case.arguments(samples, dtype), module or extended(case, dtype)
+    inputs, module = inputs or case.arguments(dtype=dtype), module or extended(case, dtype)
     if strided:
         inputs = inputs.map(lambda t: torch.stack([t, t], -1)[..., 0])
     with disable():
@@ -166,17 +164,15 @@ def traits(case: Case) -> frozenset[str]:
 
 
 def _of_run(run: LayerRun) -> set[str]:
+    """Each trait, or that it is missing, as in ``"not twice"``."""
     rule, case = run.rule, run.case
     separate = not rule.mixes_samples(run.view)
     propagates = not rule.transparent and 0 in run.live
     linear = getattr(rule, "linear_in_params", ())
     has_trait = {
         "separate": separate,
-        "mixing": not separate,
         "twice": case.twice_differentiable,
-        "once": not case.twice_differentiable,
         "kept": not case.overwrites_input,
-        "overwritten": case.overwrites_input,
         "input": propagates,
         "zero hessian": propagates and second_order(rule).hessian_is_zero,
         "constant jacobian": propagates and second_order(rule).jacobian_is_constant,
@@ -190,7 +186,7 @@ def _of_run(run: LayerRun) -> set[str]:
         "half precision": _runs_in_half(case),
         "batch first": separate and run.view.axis == 0,
     }
-    return {name for name, has in has_trait.items() if has}
+    return {name if has else f"not {name}" for name, has in has_trait.items()}
 
 
 def _runs_in_half(case: RuleCase) -> bool:

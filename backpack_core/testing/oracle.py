@@ -9,7 +9,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -55,11 +54,10 @@ def gradients(
         cotangent: Shape of ``output``; may be left out for a scalar.
         again: Whether the result gets a graph, to be differentiated once more.
     """
-    options = {"retain_graph": True, "create_graph": again, "allow_unused": True}
-    known = output.requires_grad
-    grads = torch.autograd.grad(output, targets, cotangent, **options) if known else repeat(None)
-    pairs = zip(grads, targets, strict=known)
-    return tuple(torch.zeros_like(target) if g is None else g for g, target in pairs)
+    if not output.requires_grad:
+        return tuple(map(torch.zeros_like, targets))
+    options = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
+    return torch.autograd.grad(output, targets, cotangent, **options)
 
 
 def hessian(value: Tensor, target: Tensor) -> Tensor:

@@ -294,9 +294,9 @@ class _Run:
         }
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """A tensor of a batch on the device; the pass leaves ``.grad`` of the loader's alone."""
-        moved = tensor.to(self.device)
-        return moved.detach().requires_grad_(moved.requires_grad) if moved.is_leaf else moved
+        """A copy on the device: a model may write into it, and the next pass gets the loader's."""
+        copy = tensor.to(self.device, copy=True)
+        return copy.detach().requires_grad_(tensor.requires_grad) if tensor.is_leaf else copy
 
     def _one(
         self, readers: Sequence[Extension], inputs: Any, targets: Any

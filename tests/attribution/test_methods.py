@@ -49,6 +49,23 @@ def test_inner_products_and_cosines(problem, reduction: str) -> None:
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
 
 
+@pytest.mark.parametrize("method", ["dot", "ekfac", "ekfac-cg", "trak"])
+def test_models_that_write_into_their_inputs(method: str) -> None:
+    """Every pass gets what the loader has."""
+
+    class Overwrites(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    train, queries = vectors(7), vectors(3, seed=2)
+    found = []
+    for model, factor in ((mlp(), 2), (Overwrites(*mlp()), 1)):
+        torch.manual_seed(0)
+        batches = [loader((factor * x, y), 2) for x, y in (train, queries)]
+        found.append(influence(model, nn.CrossEntropyLoss(), *batches, method).values)
+    assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("method", ["dot", "cosine", "ekfac-cg", "logra", "tracin"])
 def test_influence_on_themselves_is_the_diagonal(problem, method) -> None:
     model, train, _ = problem
@@ -330,6 +347,10 @@ def test_refusals() -> None:
     for wrong in (True, float("inf"), {"0.weight": -1.0}):
         with pytest.raises(UsageError, match="must be zero or positive, and finite"):
             Influence(damping=wrong)
+    dead = nn.Sequential(nn.Linear(5, 4), nn.Threshold(1e3, 1.0), nn.Linear(4, 3))
+    for name in ("kfac", "ekfac"):
+        with pytest.raises(UsageError, match=r"curvature of the parameter '0\.weight' is zero"):
+            influence(dead, lossfunc, train, queries, name)
     with pytest.raises(UsageError, match="damping names 'typo'"):
         influence(model, lossfunc, train, queries, Influence(damping={"typo": 1.0}))
     with pytest.raises(UsageError, match="gone through more than once"):

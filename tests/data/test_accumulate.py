@@ -169,6 +169,27 @@ def test_data_are_left_alone(is_marked: bool):
         assert_same(found[f"net.{name}", field], value)
 
 
+class Overwrites(nn.Module):
+    """Prepares its input in place, as models do that receive a batch of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.add_(0.5).mul_(2))
+
+
+def test_the_second_pass_sees_the_same_data():
+    x, y = data()
+    given = [(x.clone(), y)]
+    wanted = accumulate(net(), loss(), [(2 * x + 1, y)], EKFAC(None), progress=False)
+    found = accumulate(Overwrites(), loss(), given, EKFAC(None), progress=False)
+    assert torch.equal(given[0][0], x)
+    for (name, field), value in wanted.items():
+        assert_same(found[f"net.{name}", field].dense(), value.dense())
+
+
 class Renamed(KFLR):
     """Values that are no tensors, of an extension that no plugin provides."""
 

@@ -226,3 +226,35 @@ def test_gram_matrices_in_bands(positions: int, dtype: torch.dtype) -> None:
     contractions.norm_by_gram(left, some[1]).value().sum().backward()
     products(again, inp).flatten(2).norm(dim=2).sum().backward()
     assert_close(left.grad.double(), again.grad, rtol=1e-4)
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("rest", [1e-1, 1e-3, 1e-5])
+def test_positions_that_nearly_cancel(
+    rest: float, groups: int, records: bool, has_double: bool
+) -> None:
+    """Rounding in inner products is larger than what is left, which may seem to be nothing."""
+    signs = torch.tensor([1.0, -1.0] * 4).reshape(8, 1, 1)
+    out = (torch.randn(1, 5, 1, groups, 64) * signs).float()
+    inp = (torch.randn(5, 1, groups, 64) + rest * torch.randn(5, 8, groups, 64)).float()
+    exact = products(out.double(), inp.double()).flatten(2).norm(dim=2)
+    with torch.set_grad_enabled(records):
+        found = contractions.norm(out, inp).value().double()
+    assert bool((found > 0.97 * exact).all())
+    if has_double and not records:
+        assert_close(found / exact, torch.ones_like(exact), 2e-3)
+
+
+@pytest.mark.parametrize("rest", [1e-2, 1e-4])
+def test_forms_that_nearly_cancel(rest: float) -> None:
+    """A sum is not taken for less than it is."""
+    row, shape = torch.arange(4).expand(5, 4), torch.Size((4, 6))
+    looked_up = torch.randn(1, 5, 4, 6)
+    inp = (looked_up[0] + rest * torch.randn(5, 4, 6)).unsqueeze(2).float()
+    out = -torch.eye(4).expand(1, 5, 4, 4).unsqueeze(3).float()
+    parts = [LookupProduct(looked_up.float(), row, shape), AffineProduct(out, inp, shape)]
+    with torch.no_grad():
+        found = norm(sum_of(parts)).value().double()
+    exact = looked_up.float().double() - inp.squeeze(2).double()
+    assert bool((found > 0.97 * exact.flatten(2).norm(dim=2)).all())

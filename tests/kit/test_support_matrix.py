@@ -8,30 +8,31 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core.cli import catalogue
 from backpack_core.cli import matrix as support
-from backpack_core.cli.folding import folded
 from backpack_core.cli.support import table_of_rules
+from backpack_core.cli.table import Cell, Row, folded
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import CORE, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
-FAMILIES: list[tuple[str, list[support.Row]]] = []
+FAMILIES: list[tuple[str, list[Row]]] = []
 
 
 @pytest.fixture
-def families() -> list[tuple[str, list[support.Row]]]:
+def families() -> list[tuple[str, list[Row]]]:
     torch.set_default_dtype(torch.float32)  # as on the command line
     if not FAMILIES:
         FAMILIES.extend(support.matrix())
     return FAMILIES
 
 
-def cell(families: list[tuple[str, list[support.Row]]], layer: str, extension: str) -> support.Cell:
-    row = next(row for _, rows in families for row in rows if row.name == layer)
+def cell(families: list[tuple[str, list[Row]]], layer: str, extension: str) -> Cell:
+    row = next(row for _, rows in families for row in rows if row.labels["layer"] == layer)
     return row.cells[extension]
 
 
-def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[support.Row]]]) -> None:
+def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[Row]]]) -> None:
     assert support.page(families) == PAGE.read_text(encoding="utf-8"), (
         "run: python -m backpack_core.cli.matrix --write docs/support-matrix.md"
     )
@@ -65,7 +66,7 @@ def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[support.Row
     ],
 )
 def test_cells(
-    families: list[tuple[str, list[support.Row]]], layer: str, extension: str, kind: str
+    families: list[tuple[str, list[Row]]], layer: str, extension: str, kind: str
 ) -> None:
     found = cell(families, layer, extension)
     assert found.kind == kind
@@ -87,7 +88,7 @@ def test_without_a_rule_parameters_are_automatic() -> None:
 
 
 def test_the_catalogue_knows_every_installed_rule(
-    families: list[tuple[str, list[support.Row]]],
+    families: list[tuple[str, list[Row]]],
 ) -> None:
     ensure_loaded()
     # Layers that are named only belong to libraries that need not be there.
@@ -99,7 +100,7 @@ def test_the_catalogue_knows_every_installed_rule(
 
 
 def test_the_command(
-    families: list[tuple[str, list[support.Row]]],
+    families: list[tuple[str, list[Row]]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -114,33 +115,31 @@ def test_the_command(
 
 
 @pytest.fixture
-def one_matrix(
-    families: list[tuple[str, list[support.Row]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def one_matrix(families: list[tuple[str, list[Row]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Found once: it takes seconds."""
     monkeypatch.setattr(support, "matrix", lambda chosen: iter(families))
 
 
 @pytest.mark.usefixtures("one_matrix")
 def test_matrix_fits_a_terminal() -> None:
-    report = table_of_rules()
-    lines = list(folded(report, 100))
+    rows = table_of_rules()
+    lines = list(folded(rows, 100))
     assert len(lines) < 250
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())
-    for row in report.rows:
-        assert row[0] in text
-    for why in report.reasons:
-        assert all(" ".join(reason.split())[:30] in text for reason in why.values())
-    assert sum(cell == "refused" for row in report.rows for cell in row) == sum(
-        len(why) for why in report.reasons
-    )
+    for row in rows:
+        assert row.labels["layer"] in text
+        for cell in row.cells.values():
+            assert " ".join(cell.reason.split())[:30] in text
+            assert (cell.kind == "refused") == bool(cell.reason)
 
 
-@pytest.mark.usefixtures("one_matrix")
-def test_matrix_of_some_extensions() -> None:
-    report = table_of_rules(("DiagHessian", "KFAC"))
-    assert report.header == ["layer", "DiagHessian", "KFAC"]
-    (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
+def test_matrix_of_some_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = catalogue.LAYERS["Linear maps"]
+    cases = [case for case in maps if isinstance(case.make(), nn.Bilinear)]
+    monkeypatch.setattr(catalogue, "LAYERS", {"Linear maps": cases})
+    monkeypatch.setattr(catalogue, "LOSSES", [])
+    (bilinear,) = [row.as_json() for row in table_of_rules(("DiagHessian", "KFAC"))]
+    assert sorted(bilinear) == ["DiagHessian", "KFAC", "layer", "reasons"]
     assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
     assert "second derivatives only in the first input" in bilinear["reasons"]["DiagHessian"]

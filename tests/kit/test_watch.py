@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from backpack_core import Extension, View, backpack, extend
 from backpack_core import extensions as installed
-from backpack_core.cli.watch import Kind, Watch, declared_form, is_fast
+from backpack_core.cli.table import Kind
+from backpack_core.cli.watch import declared_form, is_fast, kind_of, watch
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
@@ -109,14 +110,14 @@ def test_fast_is_what_forms_nothing(
     assert is_fast(kind, form) is expected
 
 
-def kind_of(extension: Extension, layer: nn.Module, x: Tensor) -> Kind:
+def kind_in(extension: Extension, layer: nn.Module, x: Tensor) -> Kind:
     model, lossfunc = extend(nn.Sequential(layer, nn.Flatten())), extend(nn.MSELoss())
-    watch = Watch(set(layer.modules()), extension)
+    forms = watch(extension, set(layer.modules()))
     output = model(x)
     with backpack(extension), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lossfunc(output, torch.zeros_like(output)).backward()
-    return watch.kind()
+    return kind_of(type(extension), forms)
 
 
 @pytest.mark.parametrize(
@@ -131,25 +132,25 @@ def kind_of(extension: Extension, layer: nn.Module, x: Tensor) -> Kind:
 )
 def test_a_run_agrees_with_the_declarations(extension: str, expected: Kind) -> None:
     instance = getattr(installed, extension)()
-    assert kind_of(instance, nn.Linear(2, 3), torch.rand(4, 2)) == expected
+    assert kind_in(instance, nn.Linear(2, 3), torch.rand(4, 2)) == expected
 
 
 def test_without_a_rule_and_with_one() -> None:
     x = torch.rand(3, 4)
-    assert kind_of(installed.SumGradSquared(), Gain(), x) == "autodiff"
+    assert kind_in(installed.SumGradSquared(), Gain(), x) == "autodiff"
     with temporary_plugin(GainRule):
-        assert kind_of(installed.SumGradSquared(), Gain(), x) == "rule"
+        assert kind_in(installed.SumGradSquared(), Gain(), x) == "rule"
 
 
 def test_other_modules_do_not_count() -> None:
     model, lossfunc = extend(nn.Sequential(nn.Linear(2, 2), Gain2())), extend(nn.MSELoss())
     extension = installed.SumGradSquared()
-    watch = Watch({model[1]}, extension)
+    forms = watch(extension, {model[1]})
     with temporary_plugin(Gain2Rule):
         output = model(torch.rand(3, 2))
         with backpack(extension):
             lossfunc(output, torch.zeros_like(output)).backward()
-    assert watch.forms == {DenseProduct}
+    assert forms == {DenseProduct}
 
 
 class Gain2(Gain):
@@ -171,7 +172,7 @@ def test_watching_changes_no_value() -> None:
     for watched in (False, True):
         extension = installed.DiagGGNExact()
         if watched:
-            Watch({layer}, extension)
+            watch(extension, {layer})
         output = extend(layer)(x)
         with backpack(extension):
             extend(nn.MSELoss())(output, torch.zeros_like(output)).backward()

@@ -507,9 +507,11 @@ class TestRefusals:
         assert not torch.equal(before, values(model))
 
     @BOTH
-    def test_a_loss_that_is_not_finite_changes_nothing(self, kind: Any) -> None:
+    @pytest.mark.parametrize("every", [1, 2])
+    def test_a_loss_that_is_not_finite_changes_nothing(self, kind: Any, every: int) -> None:
+        """Also where the next step needs no factors."""
         model, lossfunc, x, y = problem()
-        optimizer = kind(model, mc_samples=None)
+        optimizer = kind(model, mc_samples=None, factors_every=every)
         train(optimizer, model, lossfunc, x, y)
         before = values(model)
         with pytest.raises(UsageError, match="is not finite"):

@@ -19,7 +19,7 @@ from backpack_core import discovery, errors
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
-from backpack_core.cli.certify import certify, into_wheel, into_wheels, project, text_of
+from backpack_core.cli.certify import certify, into_wheels, project, text_of
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
@@ -64,7 +64,7 @@ def test_it_holds_for_its_code_and_versions(norm: Path) -> None:
     assert standing() == "certified"
     file_of(norm).write_text(text_of(made_for(norm, torch="1.9.0")))
     assert standing() == "other versions"
-    (finding,) = [f for f in _certificates(discover()) if "norm" in f.who]
+    (finding,) = [f for f in _certificates(listing.collect(False, 1.0)) if "norm" in f.who]
     assert "other versions of backpack-core or torch" in finding.problem
     file_of(norm).write_text(text_of(made_for(norm)))
     norm.write_text(NORM + "\n# another line\n")
@@ -183,14 +183,14 @@ def test_a_package_proves_itself(package: Path) -> None:
     assert list(data["force_include"].values()) == names
     source = home / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")
-    file_of(home).write_text(text_of(Certificate(**{**json.loads(inside), "code": digest(home)})))
+    other = {file_of(home): Certificate(**{**json.loads(inside), "code": digest(home)})}
     with pytest.raises(UsageError, match="contains code other than that certified"):
-        into_wheel(wheel, [file_of(home)])
+        into_wheels(wheel, other)
     with pytest.raises(UsageError, match="contains code other than that certified"):
-        into_wheels(wheel.parent, [file_of(home)])
+        into_wheels(wheel.parent, other)
     (wheel.parent / "backpack_plugin_proved-0.2.0-py3-none-any.whl").touch()
     with pytest.raises(UsageError, match="has 2 wheels of backpack-plugin-proved, not one"):
-        into_wheels(wheel.parent, [file_of(home)])
+        into_wheels(wheel.parent, other)
 
 
 @pytest.mark.long

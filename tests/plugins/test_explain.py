@@ -79,14 +79,14 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reasons_of_a_model() -> None:
     report = table_of_model("nets_to_explain:norm", ("BatchGrad",))
-    norm = report.as_json()[1]
+    norm = report[1].as_json()
     assert norm["BatchGrad"] == "refused"
     assert "influence each other" in norm["reasons"]["BatchGrad"]
 
 
 def test_what_the_run_refuses_is_not_promised() -> None:
     report = table_of_model("nets_to_explain:wrapped", ("DiagHessian", "BatchGrad"))
-    linear = report.as_json()[1]
+    linear = report[1].as_json()
     assert (linear["DiagHessian"], linear["BatchGrad"]) == ("refused", "rule")
     assert "Sine" in linear["reasons"]["DiagHessian"]
 

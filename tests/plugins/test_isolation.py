@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from sick import DEADLY, ELSEWHERE, HALF, NORM, SCALE, SICK, Sick, loaded_here, one
+from sick import DEADLY, ELSEWHERE, HALF, LINEAR, NORM, SCALE, SICK, Sick, loaded_here, one
 from torch import nn
 
 from backpack_core import backpack, extend, hookimpl, plugins
@@ -97,6 +97,21 @@ def test_doctor_survives(sick: Sick, fake_distribution: FakeDistribution, only_f
     assert sound.state == "loaded"
     assert [p.key for p in sound.provides] == ["GradNorm"]
     assert len(diagnosis.reports) == len(plugins.known_plugins())
+
+
+def test_what_a_rule_names_may_print(fake_distribution: FakeDistribution, only_fakes: None) -> None:
+    """It is imported for the report, and no plugin printed that."""
+    source = LINEAR.format(spelling="chatty.Layer").replace("LinearRule", "ChattyRule")
+    chatty = "import torch\nprint('hello')\nclass Layer(torch.nn.Module): pass\n"
+    for name, modules, target in (
+        ("one", {"one_module": source, "chatty": chatty}, "ChattyRule"),
+        ("two", {"two_module": NORM}, "GradNorm"),
+    ):
+        points = {name: f"{name}_module:{target}"}
+        fake_distribution(f"backpack-plugin-{name}", entry_points=points, modules=modules)
+    diagnosis = examine(limit=60)
+    assert [finding.problem for finding in diagnosis.findings] == []
+    assert [r.output for r in diagnosis.reports if r.state == "loaded"][-2:] == ["", ""]
 
 
 def test_a_machine_too_busy_to_start_is_no_fault_of_a_plugin(

@@ -174,6 +174,20 @@ class Remembers(nn.Module):
         return self.layer(x)
 
 
+class Differentiates(nn.Module):
+    """Has its own derivative for an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        total = torch.tanh(self.first(x)).sum()
+        (slope,) = torch.autograd.grad(total, x, create_graph=True)
+        return self.second(slope)
+
+
 class Casts(nn.Module):
     """Turns autocast on by itself, and returns single precision."""
 

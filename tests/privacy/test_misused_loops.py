@@ -18,6 +18,7 @@ from backpack_privacy.sums import FIELD
 from tests.privacy.loops import (
     DATA,
     Casts,
+    Differentiates,
     HalfFrozen,
     Loop,
     Mixes,
@@ -143,6 +144,10 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "another loss": (
         lambda: Loop().each(stepping(lambda loop, x, y: ours(loop.model(x), y))),
         "what the loss divides by",
+    ),
+    "derivatives inside of the block": (
+        lambda: Loop(Differentiates()).each(recorded),
+        "run it before `with private:`",
     ),
     "a loss module of one's own": (
         lambda: Loop(lossfunc=Ours()).each(well),

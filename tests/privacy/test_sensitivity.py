@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -166,3 +167,37 @@ def test_no_sample_changes_a_sum_in_half_precision_by_more_than_the_bound() -> N
 
     changes = changes_of(private, backward, Units(count), [0, 1, 2])
     assert 0.9 * bound < max(changes) <= bound * (1 + 1e-3)
+
+
+class Difference(nn.Module):
+    """Two uses of a layer, or of each of its positions, which nearly cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layer(x).unbind(1)
+        return first - second
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_sample_exceeds_the_bound_where_positions_cancel(seed: int) -> None:
+    """Norms by inner products lose what is left in rounding."""
+    torch.manual_seed(seed)
+    model, start = Difference().float(), torch.randn(8, 1, 32)
+    x = (start + 1e-4 * torch.randn(8, 2, 32)).float()
+    data, optimizer = TensorDataset(x), torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(
+        model, torch.sum, optimizer, loader_of(data, 8), normaliser=None, seed=0, checks=0,
+        noise_multiplier=0.0, max_norm=1e-4, sampling="shuffled", max_rows=1,
+    )  # fmt: skip
+    before, sums = model.layer.weight.detach().clone(), list[Tensor]()
+    for (rows,) in private.loader:
+        private.step(model(rows).sum())
+        (whole,) = private._sums.totals().values()
+        if not private.steps:
+            sums.append(whole.clone())
+    sums.append(8 * (before - model.layer.weight.detach()))
+    sums = [torch.zeros_like(before), *sums]
+    assert all(float((b - a).norm()) < 1.05e-4 for a, b in pairwise(sums))

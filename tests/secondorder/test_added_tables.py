@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
-from backpack_core.extensions import EKFAC, KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact
+from backpack_core.extensions import (
+    EKFAC,
+    KFAC,
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    SqrtGGNExact,
+)
 from tests.cases import Net
 from tests.oracle import assert_close
 
@@ -68,6 +76,16 @@ def run(net: nn.Module, *extensions: Any) -> list[Any]:
         extend(nn.CrossEntropyLoss())(extend(net)(x), y % 3).backward()
     table: Any = net.table
     return [getattr(getattr(table, "weight", table), each.savefield) for each in extensions]
+
+
+@pytest.mark.parametrize("table", [None, *TABLES])
+def test_eigenvalues_in_a_basis_of_means(table: str | None) -> None:
+    """The input factor of means over positions has vectors; eigenvalues are the exact diagonal."""
+    shape, rows = (None, None) if table is None else TABLES[table]
+    basis, root = run(make(_added, shape, rows), EKFAC(None, "reduce"), SqrtGGNExact())
+    assert all(vectors is not None for vectors in basis.vectors)
+    turned = basis.rotate(root.flatten(0, 1)).square().sum(0)
+    assert_close(basis.values.flatten(), turned.flatten())
 
 
 @pytest.mark.parametrize("forward", [_added, _behind_a_token, _twice])

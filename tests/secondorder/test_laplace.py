@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import BackpackError, UnsupportedError, UsageError
 from tests.oracle import assert_close
 
 # Not in the environment of the tests, as its peers: make bench-env installs it.
@@ -179,3 +179,24 @@ def test_what_has_no_form_is_refused() -> None:
         sequence.diag(torch.randn(2, 5, 3), torch.randn(2, 5, 2))
     with pytest.raises(UsageError, match="one of"):
         laplace_backend("hessian")  # type: ignore[arg-type]
+
+
+def test_what_is_refused_leaves_nothing_behind() -> None:
+    class Unused(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aside = nn.Linear(2, 2)
+
+    class Grouped(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten())
+            self.append(nn.Linear(4, 3))
+
+    table = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LayerNorm((2, 2)), nn.Flatten())
+    table.append(nn.Linear(4, 3))
+    x, y = net("chain")[1], targets("classification")
+    for model in (Unused(), Grouped(), table):
+        backend = laplace_backend()(model, "classification")
+        with pytest.raises(BackpackError):
+            backend.kron(x, y, N=6)
+        assert not any(vars(p) for p in model.parameters())

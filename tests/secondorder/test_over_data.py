@@ -166,6 +166,8 @@ def test_conjugate_gradients(is_preconditioned: bool) -> None:
     assert not nothing.x.any()
     with pytest.raises(UsageError, match="positive definite"):
         conjugate_gradients(Hessian(*given), torch.randn(len(rhs)))
+    with pytest.raises(UsageError, match="divisions at zero in the net"):
+        conjugate_gradients(torch.full((2, 2), torch.nan), torch.ones(2))
 
 
 def test_gradient() -> None:
@@ -271,6 +273,25 @@ def test_everything_at_random_is_refused() -> None:
     once @ vector
     with pytest.raises(UsageError, match="gave no batch"):
         once @ vector
+
+
+def test_models_that_write_into_their_inputs() -> None:
+    """Every pass gets what the loader has."""
+    model, lossfunc, loader = make()
+
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.net(x.mul_(2))
+            return result
+
+    expected = dense_ggn((model, lossfunc, [(2 * x, y) for x, y in loader]))
+    operator = GGN(Overwrites(), lossfunc, loader)
+    for _ in range(2):
+        assert_close(operator.dense(), expected)
 
 
 def test_parameters_may_change_between_products() -> None:

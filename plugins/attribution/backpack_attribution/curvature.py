@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
 from backpack_attribution.methods import InnerProduct, joined
-from backpack_attribution.problem import on_device
 from backpack_attribution.run import Run
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, KFAC, KFLR
@@ -209,7 +208,8 @@ class Influence(InnerProduct):
             counts = [len(next(iter(part.values()), ())) for part in every]
             if not any(counts):
                 return
-            whole = on_device(joined(filter(None, every)), run.problem.device)
+            found = joined(filter(None, every))
+            whole = {name: value.to(run.problem.device) for name, value in found.items()}
             solved = self.transform(whole, run)
             first = sum(counts[: distributed.get_rank(run.process_group)])
             if own:
@@ -221,6 +221,11 @@ class Influence(InnerProduct):
     def _inverse(self, name: str) -> KroneckerEigenbasis:
         """Sampled or rounded eigenvalues may be negative, although the matrix has none."""
         block = self._blocks[name]
+        if self.damping is None and not self._dampings[name] > 0:
+            raise UsageError(
+                f"The curvature of the parameter {name!r} is zero for the training data, and so is "
+                "the default damping, a share of it: give damping=, or freeze the parameter."
+            )
         return block.with_values(block.values.clamp(min=0)).inverse(self._dampings[name])
 
     def _refined(

@@ -120,7 +120,7 @@ class Problem:
         return extended(self.model, self._summed)
 
     def split_on_device(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch, on the device of the model."""
+        """Copies of inputs and targets of a batch, on the device of the model."""
         made = self.split(batch)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             raise UsageError(f"batch= must return (inputs, targets). Got {made!r:.80}.")
@@ -276,9 +276,9 @@ def split(item: Any) -> tuple[Any, Any]:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Tensors in dictionaries, tuples and lists on a device."""
+    """Copies of tensors in dictionaries, tuples and lists: a model may write into its inputs."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, copy=True)
     if isinstance(value, Mapping):
         return {key: on_device(part, device) for key, part in value.items()}
     if isinstance(value, (tuple, list)):

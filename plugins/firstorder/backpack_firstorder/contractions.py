@@ -20,6 +20,7 @@ from backpack_firstorder.scaled import (
     divisor,
     largest,
     may_look,
+    unless_cancelled,
     vector_norm,
 )
 from backpack_products.contractions import (
@@ -43,6 +44,8 @@ from backpack_products.tuning import BAND, CACHE, READ, SHARED
 
 # A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
+# And that of positions that cancel by this one: three digits. Independent ones pass up to 8,000.
+_LEFT = 1e3
 
 
 def moments(
@@ -171,18 +174,25 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     and group are divided by their largest entry; columns are multiplied by it, and then divided by
     their own largest entry. Factors of different positions may thus differ by any magnitude. On the
     host, nothing is divided if a check shows that no digits were lost.
+
+    Positions may cancel, and rounding in the inner products is then larger than what is left. On
+    the host, a check shows this, and products are formed. Elsewhere, norms are at least what
+    rounding may hide, so they are not too small.
     """
     if may_look(squares_by_gram, out, inp):
         return Norm(squares_by_gram(out, inp))
-    return _scaled_norm(out, inp)
+    squares, most, scale = _scaled_squares(out, inp)
+    return Norm(unless_cancelled(squares, most, out.dtype), scale).wide()
 
 
-def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
-    squares, scales, few = [], [], 4 * torch.finfo(out.dtype).tiny
+def _scaled_squares(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Squares of norms, those of positions with one direction, and the scale of both roots."""
+    squares, bounds, scales, few = [], [], [], 4 * torch.finfo(out.dtype).tiny
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
         most = largest(right, 2)  # [n·G, S]
-        seen, found, peaks = _gram(right / divisor(most).unsqueeze(2)), [], []
+        seen = _gram(right / divisor(most).unsqueeze(2))
+        found, together, peaks = [], [], []
         for column in out[:, rows]:
             count, left = len(column), _by_group(column)
             highest = largest(left, 2)
@@ -191,18 +201,19 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
             peak = divisor(peak.view(count, -1).amax(1))  # [n]
             share = most.view(count, -1) / peak.unsqueeze(1)
             pairs = _gram(left * divisor(share).view_as(most).unsqueeze(2))
+            together.append(_aligned(pairs, seen, count))
             found.append(_met(pairs, seen).view(count, -1).sum(1))
             peaks.append(peak)
         squares.append(torch.stack(found))
+        bounds.append(torch.stack(together))
         scales.append(torch.stack(peaks))
-    # Rounding may leave a negative number if positions cancel.
-    return Norm(torch.cat(squares, 1).clamp(min=0), torch.cat(scales, 1)).wide()
+    return torch.cat(squares, 1), torch.cat(bounds, 1), torch.cat(scales, 1)
 
 
 @HostFunction
 def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """Squared norms from Gram matrices of unscaled factors, unless digits may be lost."""
-    squares, lost = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
+    squares, lost, most = (out.new_empty(out.shape[:2]) for _ in range(3))
     for rows, seen in _grams(inp, out.element_size()):
         for number, column in enumerate(out[:, rows]):
             left, count = _by_group(column), len(column)
@@ -210,11 +221,20 @@ def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
             # A product of entries may be off by the smallest number, times the other inner product.
             peaks = _peak(seen) * left.shape[2] + _peak(pairs) * inp.shape[3] + 1
             lost[number, rows] = peaks.view(count, -1).sum(1)
+            most[number, rows] = _aligned(pairs, seen, count)
             squares[number, rows] = _met(pairs, seen).view(count, -1).sum(1)
     limit = torch.finfo(out.dtype)
     least = lost.mul_(_DIGITS * limit.tiny * out.shape[2] ** 2)
     is_kept = bool(((squares > least) & (squares < limit.max)).all())
-    return squares.double() if is_kept else _scaled_norm(out, inp).squares
+    result = squares.double()
+    if not is_kept:
+        squares, most, scale = _scaled_squares(out, inp)
+        result = squares.double() * scale.double().square()
+    if bool((squares < _LEFT * limit.eps * most).any()):
+        formed = moments(out, inp, sum_=False, square=False, norm_=True).norms
+        assert formed is not None
+        return formed.squares
+    return result
 
 
 def _grams(inp: Rows, itemsize: int) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -254,6 +274,19 @@ def _met(first: list[Tensor], second: list[Tensor]) -> Tensor:
         total = found if total is None else total + found
     assert total is not None
     return total
+
+
+@torch.no_grad()
+def _aligned(first: list[Tensor], second: list[Tensor], samples: int) -> Tensor:
+    """What :func:`_met` gives if all positions have one direction, added up over groups, ``[n]``.
+
+    The rounding error of :func:`_met` is a share of this.
+    """
+    own = [
+        mine.diagonal(dim1=1, dim2=2) * its.diagonal(dim1=1, dim2=2)
+        for mine, its in zip(first, second, strict=True)
+    ]
+    return torch.cat(own, 1).sqrt().sum(1).square().view(samples, -1).sum(1)
 
 
 def _peak(gram: list[Tensor]) -> Tensor:

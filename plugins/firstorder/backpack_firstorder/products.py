@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from backpack_firstorder import contractions
-from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
+from backpack_firstorder.scaled import (
+    Norm,
+    collected,
+    divisor,
+    spread,
+    stacked,
+    unless_cancelled,
+    vector_norm,
+)
 from backpack_products.affine import AffineProduct, for_weights, reads_formed
 from backpack_products.contractions import is_column
 from backpack_products.factors import FactorProduct
@@ -177,10 +185,12 @@ def norm_sum(product: SumProduct) -> Norm:
     scale = divisor(each.value().detach().amax(0).to(product.like.dtype))
     parts = [_divided(part, scale) for part in product.parts]
     share = 1 / scale.to(each.squares.dtype)
-    total = Norm(each.squares, share if each.scale is None else each.scale * share).squared().sum(0)
+    own = Norm(each.squares, share if each.scale is None else each.scale * share)
+    total, most = own.squared().sum(0), own.value().sum(0).square()
     for first, second in combinations(parts, 2):
         total = total + 2 * inner(first, second)
-    norms = Norm(total.clamp(min=0), scale.to(total.dtype))
+    total = unless_cancelled(total, most, product.like.dtype)
+    norms = Norm(total, scale.to(total.dtype))
     return norms if each.scale is not None else Norm(norms.squared())
 
 

@@ -27,6 +27,8 @@ from backpack_products.values import at_least_single, has_double
 _LEAST, _MOST = 1e-24, 1e37
 # This many numbers can be added in single precision, to six digits.
 _ADDED = 2**18
+# Rounding in a sum of inner products is below this many units of the sum of their absolute values.
+_UNITS = 16
 # For fewer numbers, double precision is faster than the check.
 _FEW = 2**16
 
@@ -152,6 +154,21 @@ def squares_of_rows(flat: Tensor) -> Tensor:
     squares = reduce(torch.add, (norm.double().square_() for norm in norms))
     is_kept = bool(((squares > _LEAST) & (squares < _MOST)).all())  # false if one is not a number
     return squares if is_kept else _wide_squares(flat, torch.float64)
+
+
+def unless_cancelled(squares: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
+    """Squares of norms of sums, at least as large as what rounding may hide of them.
+
+    Terms that cancel leave rounding alone, which may even be negative. A norm that is too small
+    would let a sample exceed the bound that it is clipped to.
+
+    Args:
+        squares: What inner products of the terms add up to.
+        most: The squares if all terms had one direction.
+        dtype: The precision of the inner products.
+    """
+    least = _UNITS * torch.finfo(dtype).eps * most.detach()
+    return torch.where(squares < least, least, squares)
 
 
 def may_look(function: HostFunction, mat: Tensor, *others: Any) -> bool:

@@ -30,6 +30,7 @@ from backpack_optimizers.replay import Replay
 from backpack_optimizers.values import (
     all_restored,
     require_finite,
+    require_finite_gradients,
     require_same_plugins,
     saved,
     unchanged_on_error,
@@ -306,6 +307,7 @@ class FactoredOptimizer(GroupedOptimizer):
             processes.join(self._joined, self._all(), self._group)
         if is_due:
             require_finite(self._joined.values, self.name_of)
+        require_finite_gradients(self._all(), self.name_of)
         tables = [*self._tables().values()]
         with unchanged_on_error([*tables, self._counts]):
             if is_due:

@@ -32,6 +32,27 @@ def require_finite(found: Mapping[str, Factors], name_of: Callable[[Tensor], str
         )
 
 
+def require_finite_gradients(
+    parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]
+) -> None:
+    """Check that gradients are finite, before parameters step by them and momenta keep them.
+
+    Raises:
+        UsageError: A gradient is not finite.
+    """
+    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, grad in pairs:
+        by_device.setdefault(grad.device, []).append(grad.isfinite().all())
+    if not all(bool(torch.stack(found).all()) for found in by_device.values()):
+        bad = next(p for p, grad in pairs if not bool(grad.isfinite().all()))
+        raise UsageError(
+            f"The gradient of the parameter {name_of(bad)!r} is not finite: the loss or a number "
+            "in the net is inf or nan. Nothing has changed; leave this batch out by "
+            "optimizer.zero_grad(), or lower the learning rate."
+        )
+
+
 def _numbers(matrix: CurvatureMatrix) -> list[Tensor]:
     return [*matrix.tensors().values()]
 

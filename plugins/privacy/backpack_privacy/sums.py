@@ -331,7 +331,8 @@ def _explain(error: Any) -> None:
             "It is not known what the loss divides by: the loss module of make_private(...) took "
             "no part, has no rule, or is one of several terms. Write make_private(..., "
             'normaliser="samples") for a mean over samples, or normaliser=None for a sum, or call '
-            "that module alone."
+            "that module alone. If the model differentiates by itself, run it before `with "
+            "private:`, or call private.step(loss)."
         ) from error
 
 

@@ -91,6 +91,11 @@ def conjugate_gradients(
     while norm > bound and iterations < most:
         image = operator @ direction + damping * direction
         curvature = direction @ image
+        if not curvature.isfinite():
+            raise UsageError(
+                "A product with the matrix is not finite, so conjugate gradients cannot go on. "
+                "Look for roots and divisions at zero in the net, or for inf and nan in the data."
+            )
         if not curvature > 0:
             raise UsageError(
                 "Conjugate gradients need a positive definite matrix, and this one has the "

@@ -97,9 +97,9 @@ def inputs_and_target(model: Module, batch: Any) -> tuple[Tensor, Any]:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Tensors in dictionaries, tuples and lists on a device."""
+    """Copies of tensors in dictionaries, tuples and lists: a model may write into its inputs."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, copy=True)
     if isinstance(value, Mapping):
         return {key: on_device(part, device) for key, part in value.items()}
     if isinstance(value, (tuple, list)):

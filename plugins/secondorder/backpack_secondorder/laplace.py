@@ -154,9 +154,9 @@ class _Backend:
         extension = self._factored()
         loss = self._through(x, y, extension)
         share = len(y) / N
+        taken = [self._taken(parameter, extension.savefield) for parameter in self.params]
         found = []
-        for parameter in self.params:
-            factors = self._taken(parameter, extension.savefield)
+        for parameter, factors in zip(self.params, taken, strict=True):
             if factors is None:
                 raise UnsupportedError(
                     f"The loss does not use a parameter of shape {list(parameter.shape)}, so it "
@@ -188,8 +188,13 @@ class _Backend:
         _extend(self._model, self.lossfunc)
         with torch.enable_grad():
             loss: Tensor = self.lossfunc(self._output(x), y)
-        with backpack(extension, gradient="skipped"):
-            loss.backward()
+        try:
+            with backpack(extension, gradient="skipped"):
+                loss.backward()
+        except BaseException:
+            for parameter in self.params:
+                self._taken(parameter, extension.savefield)
+            raise
         return loss.detach()
 
     def _taken(self, parameter: Tensor, field: str) -> Any:

@@ -41,7 +41,7 @@ def kronecker_factors_lookup(
 @eigenvalues_in.register
 def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) -> Tensor:
     """Rotate the columns only: ``A`` is diagonal, so its eigenvectors are unit vectors."""
-    if len(basis.vectors) != 2 or basis.vectors[1] is not None:
+    if not _is_of_rows(basis):
         return eigenvalues_in.definition(product, basis)
     outer = basis.vectors[0]
     columns = product.out if outer is None else product.out @ outer
@@ -63,8 +63,15 @@ def kronecker_factors_table(
 
 @eigenvalues_in.register
 def eigenvalues_in_table(product: TableProduct, basis: KroneckerEigenbasis) -> Tensor:
-    """The eigenvalues of the look-ups that the table stands for."""
+    """The eigenvalues of the look-ups that the table stands for, if these have a diagonal."""
+    if not _is_of_rows(basis):  # which has vectors in the shape of the table
+        return eigenvalues_in.definition(product, basis)
     return eigenvalues_in_lookup(lookups(product), basis)
+
+
+def _is_of_rows(basis: KroneckerEigenbasis) -> bool:
+    """Whether the input factor is diagonal; that of means over positions is not."""
+    return len(basis.vectors) == 2 and basis.vectors[1] is None
 
 
 def lookups(product: TableProduct) -> LookupProduct:
