@@ -215,26 +215,41 @@ def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """Squared norms from Gram matrices of unscaled factors, unless digits may be lost."""
     squares, lost, most = (out.new_empty(out.shape[:2]) for _ in range(3))
     for rows, seen in _grams(inp, out.element_size()):
+        highest = _peak(seen)
         for number, column in enumerate(out[:, rows]):
             left, count = _by_group(column), len(column)
             pairs = _gram(left)
+            peak = _peak(pairs)
             # A product of entries may be off by the smallest number, times the other inner product.
-            peaks = _peak(seen) * left.shape[2] + _peak(pairs) * inp.shape[3] + 1
-            lost[number, rows] = peaks.view(count, -1).sum(1)
-            most[number, rows] = _aligned(pairs, seen, count)
+            sizes = highest * left.shape[2] + peak * inp.shape[3] + 1
+            lost[number, rows] = sizes.view(count, -1).sum(1)
+            most[number, rows] = peak.mul_(highest).view(count, -1).sum(1)
             squares[number, rows] = _met(pairs, seen).view(count, -1).sum(1)
-    limit = torch.finfo(out.dtype)
-    least = lost.mul_(_DIGITS * limit.tiny * out.shape[2] ** 2)
-    is_kept = bool(((squares > least) & (squares < limit.max)).all())
-    result = squares.double()
-    if not is_kept:
+    limit, positions = torch.finfo(out.dtype), out.shape[2] ** 2
+    least = lost.mul_(_DIGITS * limit.tiny * positions)
+    is_kept, left_over = bool(((squares > least) & (squares < limit.max)).all()), _LEFT * limit.eps
+    if is_kept and bool((squares > most.mul_(left_over * positions)).all()):
+        return squares.double()
+    if is_kept:
+        result, most = squares.double(), torch.cat([*_aligned_norms(out, inp)], 1).square()
+    else:
         squares, most, scale = _scaled_squares(out, inp)
         result = squares.double() * scale.double().square()
-    if bool((squares < _LEFT * limit.eps * most).any()):
+    if bool((squares < left_over * most).any()):
         formed = moments(out, inp, sum_=False, square=False, norm_=True).norms
         assert formed is not None
         return formed.squares
     return result
+
+
+def _aligned_norms(out: Tensor, inp: Rows) -> Iterator[Tensor]:
+    """Norms if all positions had one direction, for some samples at a time, ``[V, n]``."""
+    for rows in row_steps(inp, out.element_size()):
+        right, found = _by_group(inp[rows]).norm(dim=2), list[Tensor]()
+        for column in out[:, rows]:
+            each = (_by_group(column).norm(dim=2) * right).sum(1)
+            found.append(each.view(len(column), -1).norm(dim=1))
+        yield torch.stack(found)
 
 
 def _grams(inp: Rows, itemsize: int) -> Iterator[tuple[slice, list[Tensor]]]:
