@@ -220,7 +220,7 @@ class Walk:
             expected = result.owned.int().argmax(0)
         # A view that merges axes has several rows for each, or the other way round.
         rows, expected = (
-            own.repeat_interleave(max(1, len(other) // len(own)))
+            own.repeat_interleave(max(1, len(other) // max(1, len(own))))
             for own, other in ((rows, expected), (expected, rows))
         )
         return not rows.equal(expected)

@@ -340,9 +340,8 @@ def _through_linear(
 ) -> SampleIds | None:
     """The ids behind a linear operation, through which they are sent, digit by digit.
 
-    No coefficient of these operations is negative. So if all summands of an entry have one id, the
-    ids sum to ``id · Σ coefficients``, and ones sum to ``Σ coefficients``. Random codes of the
-    samples tell whether that was so; ``None`` if not.
+    If all summands of an entry have one id, the ids sum to ``id · Σ coefficients``, and ones sum to
+    ``Σ coefficients``. Random codes of the samples tell whether that was so; ``None`` if not.
     """
     metadata = metadata_of(node, output_nr)
     is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
