@@ -44,7 +44,7 @@ def _check(net: nn.Module, words: Tensor, owners: Tensor, is_extended: bool = Tr
     out: Tensor = net(words)
     y = torch.randint(C, out.shape[:-1])
     losses = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="none").view(y.shape)
-    rows = owners.view(-1, *[1] * (y.dim() - 1)).expand(y.shape)
+    rows = owners.view(*owners.shape, *[1] * (y.dim() - owners.dim())).expand(y.shape)
     parameters = [p for p in net.parameters() if p.requires_grad]
     lossfunc: Any = nn.CrossEntropyLoss(reduction="sum")
     expected = [
@@ -87,6 +87,10 @@ REORDERED: dict[str, Case] = {
     "turned": (
         lambda net, x: net.c(net.a(x.repeat_interleave(2, 0)).flip(0)),
         lambda n, _: torch.arange(n).repeat_interleave(2).flip(0),
+    ),
+    "stacked": (
+        lambda net, x: net.c(torch.stack([h := net.a(x.mean(1)), 1.1 * h, h.sin(), h.cos()])),
+        lambda n, _: torch.arange(n).expand(4, n),
     ),
     "even rows first": (
         lambda net, x: net.c(
@@ -234,23 +238,27 @@ def test_experts_without_tokens_behind_rows_of_unknown_samples() -> None:
     """An operation with several outputs has data of several lengths."""
 
     def run(net: Any, x: Tensor) -> Tensor:
-        h = x[:, 0] + x[:, 0] @ net.down @ net.up
-        parts = h.split(net.counts)
-        out: Tensor = net.c(torch.cat([net.a(parts[0]), net.b(parts[1])]))
+        order = torch.tensor([1, 0])
+        low = net.low[1](torch.tanh(net.low[0](x[:, 0])))
+        h = x[:, 0] + low
+        parts = h[order].split(net.counts)
+        found = torch.cat([net.a(parts[0]), net.b(parts[1])])[order]
+        out: Tensor = net.c(found.repeat_interleave(2, 0))
         return out
 
-    net: Any = Tuned(run).double()
+    net: Any = Tuned(run)
+    net.low = nn.ModuleList([nn.Linear(D, 1), nn.Linear(1, D)])
+    net.double()
     for counts in ([1, 1], [0, 2], [2, 0]):
         net.counts = counts
-        _check(net, torch.randint(7, (2, 2)), torch.arange(2))
+        _check(net, torch.randint(7, (2, 2)), _in_order(2)(2, 2))
 
 
 def test_parts_without_rows() -> None:
     """A slice of one row may be empty."""
 
     def run(net: Any, x: Tensor) -> Tensor:
-        h = net.a(x.mean(1))[None]
-        out: Tensor = net.c(torch.cat([h[::2], h[1::2]]))
-        return out[0]
+        h = net.c(x.mean(1)[None])
+        return torch.cat([h[::2], h[1::2]])
 
-    _check(Tuned(run).double(), torch.randint(7, (2, 2)), torch.arange(2))
+    _check(Tuned(run).double(), torch.randint(7, (2, 2)), torch.arange(2)[None])

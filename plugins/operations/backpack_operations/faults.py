@@ -142,7 +142,7 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     elif size < batch_size:
         cause = "samples probably have several entries each. Add these up by an index (index_add), "
         cause += "or give the model one more tensor with an entry for each sample."
-    elif size % batch_size:
+    elif batch_size and size % batch_size:
         cause = "a mask probably picked rows before the first trained layer. Call requires_grad_() "
         cause += "on what it picks from, so that it is recorded, or pick behind the layer."
     return ShapeError(

@@ -32,7 +32,8 @@ def contradicts(survey: GraphSurvey, ends: Iterable[Edge | None]) -> bool:
         ends: What losses received.
     """
     is_other = survey.is_declared or survey.depth is not None or bool(survey.call_rows)
-    if is_other or survey.batch_size < 2 or any(is_packed(call) for call, _ in survey.received):
+    is_other |= any(call.is_released or is_packed(call) for call, _ in survey.received)
+    if is_other or survey.batch_size < 2:
         return False
     entering = (c for c, _ in survey.received if not (c.rule.is_loss or any(c.edges)))
     if not survey.bare and all(call.receives_input > 1 for call in entering):
@@ -45,12 +46,14 @@ def contradicts(survey: GraphSurvey, ends: Iterable[Edge | None]) -> bool:
     ids, found = PresumedIds(other, survey), False
     for edge in ends:
         expected = None if edge is None else _expected(survey, edge[:2])
-        presumed = None if edge is None or expected is None else ids.rows(edge[:2])
-        if presumed is None or expected is None:
+        if edge is None or expected is None:
             continue
-        found = True
-        if not presumed.equal(expected):
+        if ids.are_behind(edge[:2]):
             return True
+        if (presumed := ids.rows(edge[:2])) is not None:
+            found = True
+            if not presumed.equal(expected):
+                return True
     # Another index may contradict in a later pass.
     survey.values_read |= found and not other.read_at.keys() <= survey.read_at.keys()
     return False
@@ -87,6 +90,14 @@ class PresumedIds(CarriedIds):
             return None
         rows, samples = ids.flatten().expand(length), self.input_rows.unique()
         return rows if rows.unique().equal(samples) else None
+
+    def are_behind(self, output: NodeOutput) -> bool:
+        """Whether presumed rows lie along one axis other than the first."""
+        ids = self.at(output)
+        is_one = (
+            ids is not None and ids.numel() > 1 and ids.numel() == max(ids.shape[1:], default=0)
+        )
+        return is_one and bool(self._sources[output])
 
     def by_length(self, shape: Shape, axis: int, is_sure: bool = False) -> SampleIds | None:
         """Ids in order, also for several rows of each sample."""
