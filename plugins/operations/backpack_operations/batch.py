@@ -19,7 +19,8 @@ from backpack_core.record.call import Call
 from backpack_core.record.models import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 from backpack_operations import nodes
 from backpack_operations.of_weights import Origins
-from backpack_operations.received import ModelRun, rows_of
+from backpack_operations.order import behind
+from backpack_operations.received import ModelRun, is_returned, returned, rows_of
 from backpack_operations.survey import GraphSurvey, edges_behind
 
 
@@ -181,8 +182,12 @@ def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], se
 
     Returns:
         Numbers of rows that were picked from more, or that several axes were merged into; and
-        numbers of rows that were scattered into more, unless a view has that many rows as well.
+        numbers of rows that were scattered into more, unless a view has that many rows as well, or
+        a model did that which received as many from outside.
     """
+    every = {node for node, _ in survey.between}.union(s.edge.node for s in survey.sites.values())
+    ends = {node for node in every for number in returned(node) if is_returned(node, number)}
+    own = ends | behind(ends)
     survey.tables = {site.edge.node for site in survey.sites.values() if _is_of_code(site.call)}
     origins, picked, scattered, of_views = Origins(survey), set(), set(), set()
     for node, before, after in _changes(survey):
@@ -193,6 +198,8 @@ def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], se
         if is_known or (is_merged and name in ("View", "UnsafeView", "Repeat")):
             picked |= set() if origins.of_tables(node) else {rows}
         elif name in nodes.SCATTERS and n < rows and n not in of_views:
+            if node in own and n in outer:
+                continue
             scattered.add(n)
         of_views |= {rows} if name in ("View", "UnsafeView") else set()  # consumers come first
     survey.tables = set()

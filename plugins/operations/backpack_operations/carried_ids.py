@@ -23,7 +23,7 @@ from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import Note, of_data
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
-from backpack_operations.received import memories_of_buffers
+from backpack_operations.received import is_returned, memories_of_buffers
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.tensor_lists import is_packed
@@ -162,12 +162,17 @@ class CarriedIds:
         """The ids at an output of a node that does not belong to a call."""
         overruled = self._overruled(node, output_nr, operand_ids)
         is_entry = len(overruled) == len(operand_ids)
+        is_entry &= nodes.lengths_of(node, output_nr) == nodes.lengths_of(node, 0)
         if is_entry and (ids := self.of_entry(node)) is not None:
             self._survey.guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
-        rows, is_readable = self.input_rows, self._survey.may_read(node)
+        rows, is_readable, is_assumed = self.input_rows, self._survey.may_read(node), False
         if nodes.operation_of(node) in nodes.INDEXED and 0 in operand_ids:
-            operand_ids[0] = self._picked_from(node.next_functions[0], operand_ids[0])
+            before, child = operand_ids[0], node.next_functions[0]
+            operand_ids[0] = self._picked_from(child, before)
+            if before is None and operand_ids[0] is not None and child[0] is not None:
+                is_assumed = not is_returned(child[0], child[1])
+                self._survey.guessed |= {(node, output_nr)} if is_assumed else set()
         # Constants and parameters whose samples are unknown go with what they meet.
         unknown = {i: node.next_functions[i][0] for i, ids in operand_ids.items() if ids is None}
         is_constant = self._origins.of_constants
@@ -185,6 +190,8 @@ class CarriedIds:
             note()
         if ids is None:
             ids = sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+        if is_assumed and ids is not None and bool((ids.flatten().diff() < 0).any()):
+            ids = None  # inside of a model, it may put rows into order
         is_told = is_readable or nodes.is_told_by_settings(type(node))
         self._survey.is_unread |= ids is None and not is_told and any_known(telling)
         return ids

@@ -135,12 +135,16 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
         cause = "a mask picked some, samples have several entries each, or the model has its "
         cause += "samples on another axis. Pick losses instead of logits (reduction='none', "
         cause += "then [mask]), give the model one more tensor with an entry for each sample, or "
-        cause += "say where samples are: extend(model, batch_axis=1)."
+        cause += "say where samples are: extend(model, batch_axis=1). If the mask picks before the "
+        cause += "first trained layer, call requires_grad_() on what it picks from."
         if call.stored.inputs[0].dim() == 1:
             cause = f"a single sample needs an axis of samples, too: x.unsqueeze(0). Or {cause}"
     elif size < batch_size:
         cause = "samples probably have several entries each. Add these up by an index (index_add), "
         cause += "or give the model one more tensor with an entry for each sample."
+    elif batch_size and size % batch_size:
+        cause = "a mask probably picked rows before the first trained layer. Call requires_grad_() "
+        cause += "on what it picks from, so that it is recorded, or pick behind the layer."
     return ShapeError(
         f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
         f"samples: {cause}"

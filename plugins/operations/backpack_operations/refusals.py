@@ -17,7 +17,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.graph import Survey, described, name_of
 from backpack_core.plugins.registry import registry
 from backpack_core.record.models import owners_of
-from backpack_operations import faults, nodes
+from backpack_operations import faults, nodes, presumed
 from backpack_operations.alignment import Alignment
 from backpack_operations.order import behind, calls_at
 from backpack_operations.owners import Owners
@@ -153,14 +153,15 @@ def refuse_misaligned(
 def _ends_reordered(survey: GraphSurvey, alignment: Alignment) -> bool:
     """Whether samples seem to come out of the net in another order, as far as lengths tell."""
     owners = Owners(survey)
+    ends = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
+    ends += [edge for node, _ in alignment.before for _, edge in edges_behind(node)]
     if not (survey.guessed and owners.are_moved):
-        return False
+        return presumed.contradicts(survey, ends)
     guesses = [ids for each in survey.guessed if (ids := survey.sample_ids.get(each)) is not None]
     if any(sum(length > 1 for length in ids.shape) > 1 for ids in guesses):
         return True  # along two axes, as no net has its samples
-    ends = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
-    ends += [edge for node, _ in alignment.before for _, edge in edges_behind(node)]
-    return any(edge is not None and owners.are_reordered(edge[:2]) for edge in ends)
+    is_other = any(edge is not None and owners.are_reordered(edge[:2]) for edge in ends)
+    return is_other or presumed.contradicts(survey, ends)
 
 
 def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:

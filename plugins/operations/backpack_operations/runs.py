@@ -34,9 +34,8 @@ class Lie(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, samples: int, run: int) -> Lie | None:
         """The axis and width, from the length of runs; ``None`` if a run ends inside an axis."""
-        behind = prod(shape)
         for axis, length in enumerate(shape):
-            behind //= max(1, length)
+            behind = max(1, prod(shape[axis + 1 :]))
             width, rest = divmod(run, behind)
             if width and not rest and not length % (samples * width):
                 return cls(axis, width)
