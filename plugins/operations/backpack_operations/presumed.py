@@ -81,7 +81,7 @@ class PresumedIds(CarriedIds):
         self._found, self._is_entry = found, False
         # The rows without a graph that a tensor was computed from.
         self._sources: dict[NodeOutput, frozenset[NodeOutput]] = {}
-        self._joined: set[NodeOutput] = set()  # from rows of several sources
+        self._of_several: set[NodeOutput] = set()  # from rows of several sources
 
     def rows(self, output: NodeOutput) -> Tensor | None:
         """The sample of each row; ``None`` if that is unknown, or not presumed, or one has none."""
@@ -130,9 +130,9 @@ class PresumedIds(CarriedIds):
         self._sources[output] = frozenset([output] if is_own else []).union(*sources)
         operation, is_several = nodes.operation_of(node), len(sources) > 1
         is_put, is_picked = operation in nodes.SCATTERS, operation in nodes.INDEXED
-        is_joined = not self._joined.isdisjoint(operands.values())
+        is_joined = not self._of_several.isdisjoint(operands.values())
         if is_joined or (is_several and nodes.joins(node)):
-            self._joined |= set() if is_put or is_picked else {output}
+            self._of_several |= set() if is_put or is_picked else {output}
         is_put &= is_several or is_joined or ids is None
         is_picked &= is_joined
         if sources and (is_put or is_picked or (is_several and nodes.joins(node))):
