@@ -210,18 +210,11 @@ def test_no_batch_axis(rule: ConvRule | ConvTransposeRule, module: nn.Module) ->
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("settings", CONV_CASES, ids=str)
 def test_sums_of_patches_without_patches(dims: int, settings: dict[str, Any]) -> None:
+    """Sums over positions, and inner products of positions."""
     layer = CONV[dims](4, 8, **settings)
     inp = torch.randn(3, 4, *SIZES[dims])
     patches = DirectPatches(layer, ConvRule._unfold, inp, layer(inp).shape[2:])
     oracle.assert_close(patches.position_sum(), patches[:].sum(1))
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("settings", CONV_CASES, ids=str)
-def test_inner_products_of_patches_without_patches(dims: int, settings: dict[str, Any]) -> None:
-    layer = CONV[dims](4, 8, **settings)
-    inp = torch.randn(3, 4, *SIZES[dims])
-    patches = DirectPatches(layer, ConvRule._unfold, inp, layer(inp).shape[2:])
     some = patches[1:].transpose(1, 2).flatten(0, 1)
     oracle.assert_close(patches.gram(slice(1, 3)), some @ some.mT)
 

@@ -288,10 +288,10 @@ class Walk:
             is_other = is_as_long and not (has_samples or result.axis or result.is_before)
             return (is_other and not of_constants(result.node)) or result.is_dropped
         if operation in nodes.SAME_AXES or link.keeps_rows:
-            is_none = link.shows_none(self._size) or (
-                nodes.joins(result.node) and self._are_unknown(result, operand)
-            )
-            return not result.is_settled() and is_none
+            if result.is_settled():
+                return False
+            is_of_several = nodes.joins(result.node) and self._are_unknown(result, operand)
+            return is_of_several or link.shows_none(self._size)
         if operation in nodes.INDEXED and nodes.joins(operand.node):
             return self._are_unknown(operand)  # the index may put rows into order
         if operation in nodes.TURNS:

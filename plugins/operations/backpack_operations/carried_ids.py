@@ -323,7 +323,7 @@ class CarriedIds:
             return ids
         shape, survey = nodes.lengths_of(child, output_nr), self._survey
         if nodes.joins(child):
-            if (child, output_nr) in self._assumed:
+            if (child, output_nr) in self._assumed:  # the walk must not rely on that either
                 survey.sample_ids[child, output_nr] = ids = None
             return ids
         is_other = survey.is_declared or survey.is_told or survey.depth is not None
