@@ -151,13 +151,13 @@ def measured(name: str, arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=[*MODELS], choices=[*MODELS, []])
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []])
     parser.add_argument("--linear", action="store_true")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--texts", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name in arguments.models:
+    for name in arguments.models or MODELS:
         measured(name, arguments)
 
 
