@@ -79,7 +79,7 @@ def after_forward(module: Module, args: tuple[Any, ...], kwargs: Any, result: An
     """The forward hook: records the call on every differentiable output."""
     if type(kwargs) is not Execution:
         if not is_recording() or not isinstance(kwargs, dict):
-            return None
+            return pass_on(module, args, result) if is_recording(with_graph=False) else None
         # A user's pre-hook that runs after ours replaced the keyword arguments.
         kwargs = Execution(kwargs, ())
     if kwargs.is_recorded:
@@ -129,10 +129,16 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
         attach(call, 0, result, *simple)
         return None
     if isinstance(result, Tensor) and result.grad_fn is None:
-        if not resolved.is_fallback:
-            run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), (result,))
-        return None
+        return pass_on(module, args, result)
     return between().record(module, traits, args, result, execution)
+
+
+def pass_on(module: Module, args: tuple[Any, ...], result: Any) -> None:
+    """Note what a module with a rule made without a graph, from samples of a model."""
+    run = run_of_model(module, get_ident())
+    if run.sizes and not _traits(module).resolved.is_fallback:
+        # Only the first output: states of a recurrent layer have samples on another axis.
+        run.pass_on(tensors_in(args, {}), [*iter_tensors(result)][:1])
 
 
 def _traits(module: Module) -> Traits:
@@ -174,6 +180,7 @@ def make_call(
     stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed, frozen)
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
     run, unpacks_twice = run_of_model(module, thread), is_readable
+    run = run.seen_by(inputs, received.edges)
     if not is_readable:
         stored, run, unpacks_twice = storage().keep(stored, run)
     return Call(

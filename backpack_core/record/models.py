@@ -37,10 +37,12 @@ class Run:
         has_computed_input: Whether an input has a graph: parameters or another model computed it.
         inputs: What a library notes about each input tensor.
         memories: What a library notes about each memory that has samples, by its number.
+        made: What layers made without a graph, if a library wants it.
     """
 
     inputs: Sequence[Any] = ()
     memories: Mapping[int, Any] = MappingProxyType({})
+    made: Sequence[Tensor] = ()
 
     def __init__(
         self,
@@ -79,6 +81,10 @@ class Run:
         table of positions is made from the input as well.
         """
         self._given += map(weakref.ref, results if self.receives(tensors) else ())
+
+    def seen_by(self, tensors: Sequence[Tensor], edges: Sequence[Any]) -> Run:
+        """The run as a call refers to it that received some tensors. Default: this one."""
+        return self
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
         """Note what the model returned, if its samples are on axis 0. Default: nothing."""

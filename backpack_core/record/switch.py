@@ -39,11 +39,15 @@ def is_disabled() -> bool:
     return bool(_disabled) and get_ident() in _disabled
 
 
-def is_recording() -> bool:
-    """Whether the current forward pass is recorded: it has a graph, and nobody traces it."""
+def is_recording(with_graph: bool = True) -> bool:
+    """Whether the current forward pass is recorded: it has a graph, and nobody traces it.
+
+    Args:
+        with_graph: ``False`` asks for one that would be recorded if it had a graph.
+    """
     return (
         not is_compiling()  # first, so that the compiler does not trace the rest
-        and is_grad_enabled()
+        and is_grad_enabled() is with_graph
         and peek_transform() is None
         and tracing_state() is None
         # Where a checkpoint recomputes, what was recorded the first time is recorded again.

@@ -23,7 +23,7 @@ from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import Note, of_data
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
-from backpack_operations.received import is_returned, memories_of_buffers
+from backpack_operations.received import is_by_sample, is_returned, memories_of_buffers
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.tensor_lists import is_packed
@@ -368,13 +368,29 @@ class CarriedIds:
     def of_input(self, call: Call) -> SampleIds | None:
         """The ids of data that a module received; ``None`` if usual, or unknown."""
         if call not in self._inputs:
-            inputs, survey = call.stored.inputs, self._survey
-            is_other = declared_axis(call) or survey.told is not None or survey.depth is not None
-            is_first = call.receives_input > 1 and inputs[0].shape[:1] == self.samples.shape
-            is_usual = not inputs or (is_first and not is_other) or is_of_buffers(call)
-            note = partial(survey.compared.__setitem__, call)
-            self._inputs[call] = None if is_usual else self._of_tensor(inputs[0], note, call)
+            of_rows = self._of_made_rows if call in self._of_made_rows else [call]
+            found = {each: self._find(each) for each in of_rows}
+            is_known = len(of_rows) < 2 or not any(ids is None for ids in found.values())
+            self._inputs.update(found if is_known else dict.fromkeys(found))
         return self._inputs[call]
+
+    def _find(self, call: Call) -> SampleIds | None:
+        inputs, survey = call.stored.inputs, self._survey
+        is_other = declared_axis(call) or survey.told is not None or survey.depth is not None
+        is_first = call.receives_input > 1 and inputs[0].shape[:1] == self.samples.shape
+        is_usual = not inputs or (is_first and not is_other) or is_of_buffers(call)
+        note = partial(survey.compared.__setitem__, call)
+        return None if is_usual else self._of_tensor(inputs[0], note, call)
+
+    @cached_property
+    def _of_made_rows(self) -> list[Call]:
+        """Calls that received rows of what layers made, joined or picked.
+
+        If the samples of some are not known, as those of equal rows, operations behind may still
+        know all of them: they put tokens of experts back by an index.
+        """
+        made = [call for call, _ in self._survey.received if call.run.made]
+        return [call for call in made if not is_by_sample(call.stored.inputs[0], *call.run.sizes)]
 
     # Data -----------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Final, TypeAlias
 
 import torch
@@ -227,6 +229,7 @@ class _Data:
             ids = self._of_copy()
             ids = self._of_joined() if ids is None else ids
             ids = self._of_rows() if ids is None else ids
+            ids = self._of_made() if ids is None else ids
         return self._of_lengths() if ids is None and self._are_in_list else ids
 
     def _of_item(self) -> SampleIds | None:
@@ -256,17 +259,17 @@ class _Data:
         return along(rows, axis, self._shape)
 
     def _of_copy(self) -> SampleIds | None:
-        """The ids of a copy of one tensor, with axis 0 moved anywhere, by values."""
+        """The ids of a copy of one tensor, with one axis moved anywhere, by values."""
         readings = list[SampleIds]()
-        for given, rows in self._owned:
-            whole = given.tensor()
-            if whole is None or not self._is_like(whole) or whole.numel() != len(self._flat):
+        given = [(whole, rows) for _, whole, rows in self._given()]
+        for whole, rows in (*given, *self._made):
+            if whole.numel() != len(self._flat):
                 continue
-            for axis in range(whole.dim()):
-                turned = whole.movedim(0, axis)
+            for ends in product(range(whole.dim()), repeat=2):  # first, no axis is moved
+                turned = whole.movedim(*ends)
                 if turned.flatten().equal(self._flat):
                     self._note(None)
-                    ids = along(rows, self._run.axis, given.shape).movedim(0, axis)
+                    ids = along(rows, self._run.axis, tuple(whole.shape)).movedim(*ends)
                     readings.append(viewed(ids, tuple(turned.shape), self._shape, rows))
                     break
         return _same(readings)
@@ -299,6 +302,25 @@ class _Data:
                 return picked.ids
         return None
 
+    def _of_made(self) -> SampleIds | None:
+        """The ids of rows that were joined or picked from what layers made, by values."""
+        shape = self._shape if self._received.is_floating_point() else ()
+        for axis in range(1, 1 + len(shape)):
+            line = shape[axis:]
+            parts = [
+                (made.reshape(-1, *line), rows.repeat_interleave(made[0].numel() // prod(line)))
+                for made, rows in self._made
+                if made.numel() and made.shape[max(1, made.dim() - len(line)) :] == line
+            ]
+            if not parts:
+                continue
+            rows, owners = map(torch.cat, zip(*parts, strict=True))
+            picked = picked_from(rows, self._received, owners, 1)
+            if picked is not None and picked.is_clear:
+                self._note(None)
+                return picked.ids
+        return None
+
     def is_unclear(self) -> bool:
         """Whether rows were picked unevenly, and it is unknown whose, since some rows are equal."""
         if not any(len(given.shape) > len(self._shape) for given, _ in self._owned):
@@ -311,18 +333,35 @@ class _Data:
                     return True
         return False
 
+    def _given(self) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """What the model received and is still there, with its path and the samples of its rows."""
+        for given, rows in self._owned:
+            whole = given.tensor()
+            if whole is not None and self._is_like(whole):
+                yield given.path, whole, rows
+
+    @property
+    def _made(self) -> list[tuple[Tensor, Tensor]]:
+        """What layers made with one row of each sample, with the samples of the rows.
+
+        Nothing if the user said which rows belong to which sample: other data go by that, too.
+        """
+        made, rows = self._run.made, self._samples
+        is_other = not made or self._lists or self._run.axis or bool((rows.diff() != 1).any())
+        fit = () if is_other else made
+        return [(t, rows) for t in fit if self._is_like(t) and len(t) == len(rows)]
+
     def _picks(self) -> Iterator[tuple[Source, Picked]]:
         """The tensors that the model received and that have every row of the data."""
         if not self._is_readable or self._run.axis or not self._shape:
             return
-        for given, rows in self._owned:
-            whole = given.tensor()
-            if whole is None or not self._is_like(whole) or len(rows) != len(whole):
+        for path, whole, rows in self._given():
+            if len(rows) != len(whole):
                 continue
             for axes in range(1, 1 + whole.dim()):
                 picked = picked_from(whole, self._received, rows, axes)
                 if picked is not None:
-                    yield Source(given.path, axes, picked.rows), picked
+                    yield Source(path, axes, picked.rows), picked
                     break
 
     def _of_lengths(self) -> SampleIds | None:

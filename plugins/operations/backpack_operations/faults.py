@@ -75,6 +75,16 @@ def reordered() -> BackpackError:
     )
 
 
+def unknown_order(who: str, rows: int, samples: int) -> BackpackError:
+    """A layer and the loss received several rows of each sample, and nothing shows their order."""
+    return SampleMixingError(
+        f"{who} received {rows} rows that the model computed of {samples} samples without a "
+        "graph, and nothing shows which rows belong to which sample. Call requires_grad_() on what "
+        "frozen layers return (features.requires_grad_()), so that the graph shows it; or return "
+        "rows with an axis of samples in front."
+    )
+
+
 def permuted(call: Call) -> BackpackError:
     """A loss received permuted samples, and it is unknown whether its targets are permuted, too."""
     return SampleMixingError(

@@ -7,37 +7,104 @@ changed the order, only one of both can be right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.record.call import Edge
+from backpack_core.graph import described
+from backpack_core.record.call import Edge, Site
 from backpack_operations import nodes
 from backpack_operations.carried_ids import CarriedIds
 from backpack_operations.nodes import NodeOutput
+from backpack_operations.order import behind
 from backpack_operations.owners import Owners
+from backpack_operations.received import is_by_sample
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.tensor_lists import is_packed
 
 
-def contradicts(survey: GraphSurvey, ends: Iterable[Edge | None]) -> bool:
+def _is_other(survey: GraphSurvey) -> bool:
+    """Whether no order can be presumed: rows are not those of samples, one after the other."""
+    is_other = survey.is_declared or survey.depth is not None or bool(survey.call_rows)
+    is_other |= any(call.is_released or is_packed(call) for call, _ in survey.received)
+    return is_other or survey.batch_size < 2
+
+
+def _entries(survey: GraphSurvey) -> list[Site]:
+    """The outputs of layers that received data, in passes of which orders can be presumed."""
+    received = () if _is_other(survey) else survey.received
+    return [survey.sites[c, i] for c, i in received if not (c.rule.is_loss or any(c.edges))]
+
+
+class Received(NamedTuple):
+    """Data that a layer received, or an operation of parameters.
+
+    Attributes:
+        who: The path of the layer, or the operation.
+        output: What was made of the data.
+        data: The data.
+        ids: The samples of the data; ``None`` if nothing tells them.
+    """
+
+    who: str
+    output: NodeOutput
+    data: Tensor
+    ids: SampleIds | None
+
+
+def of_unknown_order(survey: GraphSurvey, ends: Sequence[Edge]) -> Received | None:
+    """Data with several rows of each sample, in an order that nothing shows.
+
+    All ends behind have such rows, too. If an end has one row of each sample, operations made it of
+    rows that follow each other.
+
+    Args:
+        survey: What is known about the graph.
+        ends: What losses received.
+    """
+    ids, positions = Owners(survey).ids, survey.alignment.positions
+    rows = len(ids.input_rows)
+    for received in _received(survey, ids):
+        _, output, data, known = received
+        is_several = data.is_floating_point() and len(data) > rows and not is_by_sample(data, rows)
+        if known is None and is_several and positions.get(output, 1) > 1:
+            behind_ends = [e for e in ends if output[0] in {e.node, *behind([e.node])}]
+            if behind_ends and all(positions.get(end[:2]) != 1 for end in behind_ends):
+                return received
+    return None
+
+
+def _received(survey: GraphSurvey, ids: CarriedIds) -> Iterator[Received]:
+    """What layers and operations of parameters received as data, and did not share with a model."""
+    for site in _entries(survey):
+        call = site.call
+        first = call.stored.inputs[0]
+        if first.dim() and not call.receives_input:
+            yield Received(call.path, site.edge[:2], first, ids.of_input(call))
+    is_any = survey.bare and not _is_other(survey)
+    for node, region in survey.between if is_any else ():
+        is_between = all(call.rule.transparent for call in region)
+        is_entry = is_between and survey.may_read(node) and not ids.operands((node, 0))
+        data, _ = nodes.data_of(node) if is_entry else (None, 0)
+        if data is not None and data.dim():
+            yield Received(described(node), (node, 0), data, ids.of_entry(node))
+
+
+def contradicts(survey: GraphSurvey, ends: Sequence[Edge]) -> bool:
     """Whether rows at an end of the net are in another order than is assumed there.
 
     Args:
         survey: What is known about the graph, and assumed.
         ends: What losses received.
     """
-    is_other = survey.is_declared or survey.depth is not None or bool(survey.call_rows)
-    is_other |= any(call.is_released or is_packed(call) for call, _ in survey.received)
-    if is_other or survey.batch_size < 2:
-        return False
-    entering = (c for c, _ in survey.received if not (c.rule.is_loss or any(c.edges)))
-    if not survey.bare and all(call.receives_input > 1 for call in entering):
-        return False  # all layers received what the model did
+    is_other = _is_other(survey)
+    if is_other or not (survey.bare or any(s.call.receives_input < 2 for s in _entries(survey))):
+        return False  # or all layers received what the model did
     other = copy(survey)
     other.sample_ids, other.guessed, other.tables, other.are_moved = {}, set(), set(), None
     other.read_at, other.looked_at, other.compared = {}, {}, {}
@@ -45,8 +112,8 @@ def contradicts(survey: GraphSurvey, ends: Iterable[Edge | None]) -> bool:
         return False
     ids, found = PresumedIds(other, survey), False
     for edge in ends:
-        expected = None if edge is None else _expected(survey, edge[:2])
-        if edge is None or expected is None:
+        expected = _expected(survey, edge[:2])
+        if expected is None:
             continue
         if ids.are_behind(edge[:2]):
             return True

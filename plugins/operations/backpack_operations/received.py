@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
-from backpack_core._torch import Node, has_memory, is_distributed, memory_of
+from backpack_core._torch import Node, has_memory, is_distributed, memories_of, memory_of
 from backpack_core.errors import UsageError
-from backpack_core.record.call import Call
+from backpack_core.record.call import Call, Edge
 from backpack_core.record.models import Place, Run, owner_of
 from backpack_operations._torch import modes
 from backpack_products.substitutes import note_substitutes
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
 RETURNED: Final = "backpack_returned"
+MOST_FRESH: Final = 8  # results that a run holds until the next call is recorded
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -53,6 +54,26 @@ class SampleLayout(NamedTuple):
         length, stride = self.shape[self.axis], self.strides[self.axis]
         axes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
         return next((index for index, axis in axes if axis == (length, stride)), None)
+
+    def passed_on(self, tensor: Tensor, result: Tensor) -> SampleLayout | None:
+        """The layout of what a layer made of a tensor in the same memory; ``None`` if unknown.
+
+        The layer keeps the first axes. Axis 0 may hold several rows of each sample, one sample
+        after the other, as of ``x.flatten(0, 1)``.
+        """
+        axis = self.axis_in(tensor)
+        lead = slice(0, (axis or 0) + 1)
+        if not tensor.dim() or result.shape[lead] != tensor.shape[lead]:
+            return None
+        if axis is not None:
+            return layout_of(result, axis)
+        samples, step = self.shape[0], self.strides[0]
+        count, rest = divmod(step, tensor.stride(0)) if tensor.stride(0) else (0, 1)
+        is_whole = len(tensor) == samples * count and tensor.storage_offset() == self.offset
+        if self.axis or rest or not is_whole:
+            return None
+        shape, strides = (samples, count, *result.shape[1:]), result.stride()
+        return SampleLayout(shape, (count * strides[0], *strides), layout_of(result, 0).offset, 0)
 
     def is_in_front(self, tensor: Tensor) -> bool:
         """Whether axis 0 of a tensor in the same memory runs along the samples, or some of them."""
@@ -105,10 +126,12 @@ class ModelRun(Run):
         inputs: Its input tensors.
         rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
         modes: The classes of modes around it that may replace functions of torch.
+        made: Results of layers without a graph; see :meth:`seen_by`.
     """
 
     memories: dict[int, SampleLayout]
     inputs: list[ModelInput]
+    made: Sequence[Tensor] = ()
 
     def __init__(
         self, placed: Sequence[tuple[Place, Tensor]], axis: int, is_distributed: bool
@@ -119,6 +142,9 @@ class ModelRun(Run):
         # A mode of a library may say that it replaces nothing, such as a recorder's.
         self.modes = tuple([kind for kind in modes() if getattr(kind, "replaces", True)])
         self._passed: list[object] = []  # keeps the memories of results from being reused
+        # Results of layers without a graph, and those that no layer has received yet.
+        self._results: list[Callable[[], Tensor | None]] = []
+        self._fresh: list[Tensor] = []
         sizes: list[int] = []
         for path, tensor in placed:
             self.has_computed_input |= tensor.grad_fn is not None
@@ -159,14 +185,40 @@ class ModelRun(Run):
 
     def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
         """Treat results without a graph as inputs of the model; see :class:`Run`."""
-        axes = [(t, layout.axis_in(t)) for t, layout in self._sharing(tensors)]
-        for tensor, axis in axes:
-            for result in results if axis is not None else ():
-                lead = slice(0, (axis or 0) + 1)
-                # If the result is a view of the input, its memory is in the table already.
-                if result.shape[lead] == tensor.shape[lead] and has_memory(result):
-                    self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
+        tensors = [tensor for tensor in tensors if has_memory(tensor)]
+        results = [result for result in results if has_memory(result)]
+        by_sample = [result for result in results if is_by_sample(result, *self.sizes)]
+        alive = [reference for reference in self._results if reference() is not None]
+        self._results = [*alive, *map(weakref.ref, by_sample)]
+        used = memories_of(tensors)
+        fresh = [result for result in self._fresh if memory_of(result) not in used]
+        self._fresh = (fresh + by_sample)[-MOST_FRESH:]
+        for tensor, layout in self._sharing(tensors):
+            for result in results:
+                found = layout.passed_on(tensor, result)
+                if found is not None:  # a view of the input has its memory in the table already
+                    self.memories.setdefault(memory_of(result), found)
                     self._passed.append(hold_address(result))
+
+    def seen_by(self, tensors: Sequence[Tensor], edges: Sequence[Edge | None]) -> Run:
+        """The run as a call refers to it; see :class:`Run`.
+
+        A call that received rows of unknown samples holds what layers made without a graph: values
+        tell from which rows they were joined or picked. What no layer has received is held until
+        then, since ``torch.cat([layer(x), layer(y)])`` frees it.
+        """
+        if not self._results:
+            return self
+        run, data = self, tensors[0] if tensors and edges[0] is None else None
+        if data is not None and data.is_floating_point() and not self.receives((data,)):
+            made = [result for reference in self._results if (result := reference()) is not None]
+            if is_by_sample(data, *self.sizes):  # all of them, maybe in another order
+                made = [result for result in made if result.shape == data.shape]
+            if made:
+                run = copy(self)
+                run.made, run._fresh = made, []
+        self._fresh = []
+        return run
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
         """Note what the model returned; see :func:`returned`."""
@@ -221,6 +273,12 @@ def memories_of_buffers(call: Call) -> set[int]:
 def hold_address(tensor: Tensor) -> object:
     """An object that keeps ``memory_of`` from reusing a number while it lives."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_by_sample(tensor: Tensor, *sizes: int) -> bool:
+    """Whether a tensor, or what it is a view of, has an entry for each sample, by its length."""
+    wholes = tensor, tensor if tensor._base is None else tensor._base
+    return any(whole.shape[:1].numel() in sizes for whole in wholes)
 
 
 def span_of(tensor: Tensor) -> tuple[int, int, int]:

@@ -8,7 +8,6 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from backpack_core._torch import base_of, version_of
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, edge_of, site_at
 from backpack_core.record.execution import Execution, new_base
-from backpack_core.record.models import run_of_model
 from backpack_core.record.nested import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.state import Traits
-from backpack_core.recording import attach, make_call
+from backpack_core.recording import attach, make_call, pass_on
 
 
 def record(module: Module, traits: Traits, args: Any, result: Any, execution: Execution) -> Any:
@@ -31,10 +29,7 @@ def record(module: Module, traits: Traits, args: Any, result: Any, execution: Ex
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_recordable(o)]
     if not live:
-        if not resolved.is_fallback:
-            # Only the first output: states of a recurrent layer have samples on another axis.
-            run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), outputs[:1])
-        return None
+        return pass_on(module, args, outputs)
     views = aliases(live, execution)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules have formulas for real numbers only

@@ -16,6 +16,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.graph import Survey, described, name_of
 from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Edge
 from backpack_core.record.models import owners_of
 from backpack_operations import faults, nodes, presumed
 from backpack_operations.alignment import Alignment
@@ -119,8 +120,12 @@ def refuse_misaligned(
             continue
         for call in survey.unclear:
             raise faults.unclear_rows(call)
-        if _ends_reordered(survey, alignment):
+        ends = _ends(survey, alignment)
+        if _ends_reordered(survey, ends):
             raise faults.reordered()
+        unknown = presumed.of_unknown_order(survey, ends) if survey.tells_samples else None
+        if unknown is not None:
+            raise faults.unknown_order(unknown.who, len(unknown.data), alignment.batch_size)
         for (call, index), fault in alignment.faults.items():
             if propagator.only_at_losses and not call.rule.is_loss:
                 continue
@@ -150,17 +155,22 @@ def refuse_misaligned(
             raise _beside(survey, *alignment.beside[0])
 
 
-def _ends_reordered(survey: GraphSurvey, alignment: Alignment) -> bool:
+def _ends(survey: GraphSurvey, alignment: Alignment) -> list[Edge]:
+    """What losses received, or what there is in front of operations of one."""
+    losses = [call for call, _ in survey.received if call.rule.is_loss]
+    ends = [edge for call in losses for edge in call.edges[:1] if edge is not None]
+    return ends + [edge for node, _ in alignment.before for _, edge in edges_behind(node)]
+
+
+def _ends_reordered(survey: GraphSurvey, ends: list[Edge]) -> bool:
     """Whether samples seem to come out of the net in another order, as far as lengths tell."""
     owners = Owners(survey)
-    ends = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
-    ends += [edge for node, _ in alignment.before for _, edge in edges_behind(node)]
     if not (survey.guessed and owners.are_moved):
         return presumed.contradicts(survey, ends)
     guesses = [ids for each in survey.guessed if (ids := survey.sample_ids.get(each)) is not None]
     if any(sum(length > 1 for length in ids.shape) > 1 for ids in guesses):
         return True  # along two axes, as no net has its samples
-    is_other = any(edge is not None and owners.are_reordered(edge[:2]) for edge in ends)
+    is_other = any(owners.are_reordered(edge[:2]) for edge in ends)
     return is_other or presumed.contradicts(survey, ends)
 
 

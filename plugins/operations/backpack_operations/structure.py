@@ -29,6 +29,7 @@ from backpack_operations.received import (
     RETURNED,
     ModelRun,
     Rows,
+    is_by_sample,
     memories_of_buffers,
     relations,
     rows_of,
@@ -183,7 +184,8 @@ class Structure:
         given = () if len(run.inputs) < 2 else tuple([each.span for each in run.inputs])
         receives = run.receives((tensor,))
         is_buffer = not receives and self._is_buffer(tensor, call)
-        return receives, is_buffer, *[span_of(tensor) == span for span in given]
+        is_view = not receives and is_by_sample(tensor, *run.sizes)
+        return receives, is_buffer, is_view, *[span_of(tensor) == span for span in given]
 
     def _is_buffer(self, tensor: Tensor, call: Call) -> bool:
         """Whether a tensor has the memory of a buffer of the call's model."""

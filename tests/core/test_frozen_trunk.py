@@ -1,0 +1,205 @@
+"""Rows of what frozen layers made, joined, picked or turned before the first trained layer.
+
+Nothing of this is recorded. Values tell which rows are whose, if a layer made the rows. Otherwise
+an error is raised, unless the model asks for a record.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError, ShapeError
+from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from tests import oracle
+
+N, T, D, C = 3, 4, 5, 3
+ORDER = torch.tensor([7, 2, 11, 5, 0, 8])  # tokens: one of sample 0 more than of sample 1
+MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
+
+
+class Net(nn.Module):
+    """A frozen trunk, and trained layers behind it.
+
+    Attributes:
+        gather: What the model does with the trunk and its input.
+        way: What surrounds the trunk.
+        is_functional: Whether the first trained weight belongs to no layer.
+    """
+
+    def __init__(self, gather: Callable[[Any, Tensor], Tensor], way: str = "") -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D))
+        self.trunk.requires_grad_(False)
+        self.layer, self.head = nn.Linear(D, D), nn.Linear(D, C)
+        self.gather, self.way, self.is_functional = gather, way, False
+
+    def made(self, x: Tensor) -> Tensor:
+        """What the trunk makes of some data."""
+        with torch.set_grad_enabled("no_grad" not in self.way):
+            made: Tensor = self.trunk(x)
+        made = made + x if "residual" in self.way else made
+        return made.requires_grad_() if "recorded" in self.way else made
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.gather(self.made, x)
+        is_own = self.is_functional
+        h = F.linear(rows, self.layer.weight, self.layer.bias) if is_own else self.layer(rows)
+        out: Tensor = self.head(torch.tanh(h))
+        return out
+
+
+Gather = tuple[Callable[[Any, Tensor], Tensor], Tensor]
+SAMPLES = torch.arange(N)
+GATHERS: dict[str, Gather] = {
+    "joined": (lambda f, x: torch.cat([f(x[:, 0]), f(x[:, 1])]), SAMPLES.repeat(2)),
+    "stacked": (
+        lambda f, x: torch.stack([f(x[:, 0]), f(x[:, 1])], 1).flatten(0, 1),
+        SAMPLES.repeat_interleave(2),
+    ),
+    "time first": (lambda f, x: f(x).transpose(0, 1).reshape(-1, D), SAMPLES.repeat(T)),
+    "a mask": (lambda f, x: f(x)[MASK], MASK.nonzero()[:, 0]),
+    "a mask, unevenly": (lambda f, x: f(x)[~MASK][:5], (~MASK).nonzero()[:5, 0]),
+    "an index": (lambda f, x: f(x).flatten(0, 1)[ORDER], ORDER // T),
+    "an order within": (lambda f, x: f(x).flip(1).reshape(-1, D), SAMPLES.repeat_interleave(T)),
+}
+
+# Rows are a view of a tensor with an entry for each sample in front.
+IN_FRONT = {"stacked", "an order within"}
+
+
+def _individual(net: Net, x: Tensor, y: Tensor, owners: Tensor) -> list[Tensor]:
+    losses = F.cross_entropy(net(x), y, reduction="none") / len(y)
+    parameters = [net.layer.weight, net.layer.bias, net.head.weight]
+    of = [
+        torch.autograd.grad(losses[owners == n].sum(), parameters, retain_graph=True)
+        for n in range(N)
+    ]
+    return [torch.stack(each) for each in zip(*of, strict=True)]
+
+
+def _found(net: Net, x: Tensor, y: Tensor) -> list[Tensor]:
+    with backpack(BatchGrad()):
+        extend(nn.CrossEntropyLoss())(net(x), y).backward()
+    return [net.layer.weight.grad_batch, net.layer.bias.grad_batch, net.head.weight.grad_batch]  # type: ignore[list-item,union-attr]
+
+
+@pytest.mark.parametrize("way", ["", "no_grad", "recorded"])
+@pytest.mark.parametrize("name", GATHERS)
+def test_rows_of_what_layers_made(name: str, way: str) -> None:
+    gather, owners = GATHERS[name]
+    net, y = extend(Net(gather, way).double()), torch.randint(C, owners.shape)
+    for _ in range(3):  # a plan serves the later passes
+        x = torch.randn(N, T, D).double()
+        for ours, expected in zip(_found(net, x, y), _individual(net, x, y, owners), strict=True):
+            oracle.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("is_functional", [True, False])
+@pytest.mark.parametrize("name", GATHERS)
+def test_rows_of_what_operations_made(name: str, is_functional: bool) -> None:
+    """Nothing shows them, so that individual gradients are refused; sums of curvature are not."""
+    gather, owners = GATHERS[name]
+    net: Any = Net(gather, "residual").double()
+    net.is_functional = is_functional
+    x, y = torch.randn(N, T, D).double(), torch.randint(C, owners.shape)
+    extend(net)
+    expected = _individual(net, x, y, owners)
+    if name in IN_FRONT:
+        for ours, each in zip(_found(net, x, y), expected, strict=True):
+            oracle.assert_close(ours, each)
+    else:
+        with pytest.raises((SampleMixingError, ShapeError), match=r"requires_grad_\(\)"):
+            _found(net, x, y)
+    net.way = "residual, recorded"
+    for ours, each in zip(_found(net, x, y), _individual(net, x, y, owners), strict=True):
+        oracle.assert_close(ours, each)
+
+
+def test_the_refusal_says_what_to_write() -> None:
+    net = extend(Net(GATHERS["joined"][0], "residual").double())
+    with pytest.raises(SampleMixingError, match=r"Linear 'layer' received 6 rows .* 3 samples"):
+        _found(net, torch.randn(N, T, D).double(), torch.randint(C, (2 * N,)))
+
+
+def test_curvature_is_a_sum_over_rows_in_any_order() -> None:
+    gather, owners = GATHERS["joined"]
+    x, y = torch.randn(N, T, D).double(), torch.randint(C, owners.shape)
+    net = extend(Net(gather, "residual").double())
+    found = []
+    for way in ("residual", "residual, recorded"):
+        with backpack(DiagGGNExact()):
+            net.way = way
+            extend(nn.CrossEntropyLoss())(net(x), y).backward()
+        found.append(net.layer.weight.diag_ggn_exact)  # type: ignore[union-attr]
+    oracle.assert_close(found[0], found[1])
+
+
+def test_masks_change_from_pass_to_pass() -> None:
+    masks = [MASK, ~MASK, MASK.flip(0), MASK]
+    net: Any = extend(Net(lambda f, x: f(x)[net.mask]).double())
+    for net.mask in masks:
+        owners = net.mask.nonzero()[:, 0]
+        x, y = torch.randn(N, T, D).double(), torch.randint(C, owners.shape)
+        for ours, expected in zip(_found(net, x, y), _individual(net, x, y, owners), strict=True):
+            oracle.assert_close(ours, expected)
+
+
+def test_equal_rows_of_several_samples_are_refused() -> None:
+    net = extend(Net(GATHERS["a mask"][0]).double())
+    x = torch.randn(N, T, D).double()
+    x[1] = x[0]
+    with pytest.raises(SampleMixingError, match=r"requires_grad_\(\)"):
+        _found(net, x, torch.randint(C, (int(MASK.sum()),)))
+
+
+def test_samples_in_another_order_are_refused() -> None:
+    net = extend(Net(lambda f, x: f(x[:, 0])[[2, 0, 1]]).double())
+    with pytest.raises(SampleMixingError, match="another order"):
+        _found(net, torch.randn(N, T, D).double(), torch.randint(C, (N,)))
+
+
+def test_rows_with_one_result_for_each_sample_need_no_order() -> None:
+    """The net makes one row of several, which are in a row then."""
+    net: Any = Net(lambda f, x: torch.relu(f(x).reshape(-1, D)), "residual").double()
+    net.head = nn.Sequential(nn.Unflatten(0, (N, T)), nn.Flatten(), nn.Linear(T * D, C)).double()
+    x, y = torch.randn(N, T, D).double(), torch.randint(C, (N,))
+    losses = F.cross_entropy(net(x), y, reduction="none") / N
+    expected = [
+        torch.autograd.grad(loss, net.layer.weight, retain_graph=True)[0] for loss in losses
+    ]
+    extend(net)
+    with backpack(BatchL2Grad()):
+        extend(nn.CrossEntropyLoss())(net(x), y).backward()
+    oracle.assert_close(net.layer.weight.batch_l2, torch.stack(expected).flatten(1).square().sum(1))
+
+
+def test_what_layers_made_is_freed_with_the_pass() -> None:
+    """A call holds it only where it received rows of unknown samples."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def gather(trunk: Any, x: Tensor) -> Tensor:
+        made = trunk(x)
+        held.append(weakref.ref(made))
+        return made[MASK] if len(held) < 2 else made.mean(1)
+
+    net = extend(Net(gather).double())
+    lossfunc = extend(nn.CrossEntropyLoss())
+    x = torch.randn(N, T, D).double()
+    loss = lossfunc(net(x), torch.randint(C, (int(MASK.sum()),)))
+    assert held[0]() is not None
+    with backpack(BatchGrad()):
+        loss.backward()
+    gc.collect()
+    assert held[0]() is None
+    loss = lossfunc(net(x), torch.randint(C, (N,)))
+    assert held[1]() is None
+    loss.backward()
