@@ -180,7 +180,6 @@ def make_call(
     stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed, frozen)
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
     run, unpacks_twice = run_of_model(module, thread), is_readable
-    run = run.seen_by(inputs, received.edges)
     if not is_readable:
         stored, run, unpacks_twice = storage().keep(stored, run)
     return Call(

@@ -42,7 +42,7 @@ class Run:
 
     inputs: Sequence[Any] = ()
     memories: Mapping[int, Any] = MappingProxyType({})
-    made: Sequence[Tensor] = ()
+    made: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -81,10 +81,6 @@ class Run:
         table of positions is made from the input as well.
         """
         self._given += map(weakref.ref, results if self.receives(tensors) else ())
-
-    def seen_by(self, tensors: Sequence[Tensor], edges: Sequence[Any]) -> Run:
-        """The run as a call refers to it that received some tensors. Default: this one."""
-        return self
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
         """Note what the model returned, if its samples are on axis 0. Default: nothing."""

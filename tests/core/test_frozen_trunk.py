@@ -6,7 +6,6 @@ an error is raised, unless the model asks for a record.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +53,7 @@ class Net(nn.Module):
         is_own = self.is_functional
         h = F.linear(rows, self.layer.weight, self.layer.bias) if is_own else self.layer(rows)
         out: Tensor = self.head(torch.tanh(h))
-        return out
+        return out.flatten(0, -2)
 
 
 Gather = tuple[Callable[[Any, Tensor], Tensor], Tensor]
@@ -70,6 +69,30 @@ GATHERS: dict[str, Gather] = {
     "a mask, unevenly": (lambda f, x: f(x)[~MASK][:5], (~MASK).nonzero()[:5, 0]),
     "an index": (lambda f, x: f(x).flatten(0, 1)[ORDER], ORDER // T),
     "an order within": (lambda f, x: f(x).flip(1).reshape(-1, D), SAMPLES.repeat_interleave(T)),
+}
+
+# Known by what layers made, or made it of; if operations did, lengths could mislead.
+BY_VALUES: dict[str, Gather] = {
+    "two views": (lambda f, x: torch.stack([f(x[:, 0]), f(x[:, 1])]), SAMPLES.repeat(2)),
+    "three views": (lambda f, x: torch.stack([f(x[:, t]) for t in range(N)]), SAMPLES.repeat(N)),
+    "as many tokens": (lambda f, x: f(x)[[0, 2, 2], [0, 1, 0]], torch.tensor([0, 2, 2])),
+    "a mask before": (lambda f, x: f(x[MASK]), MASK.nonzero()[:, 0]),
+    "as many before": (lambda f, x: f(x.flatten(0, 1)[[1, 2, 9]]), torch.tensor([0, 0, 2])),
+    "before and behind": (lambda f, x: f(f(x[MASK])[[4, 0, 1]]), torch.tensor([2, 0, 0])),
+    "parts": (
+        lambda f, x: torch.cat([f(x[1:]), f(x[:1])]).flatten(0, 1),
+        torch.tensor([1, 2, 0]).repeat_interleave(T),
+    ),
+    "one of them": (lambda f, x: f(x[1])[:N], torch.tensor([1, 1, 1])),
+    "time first, picked": (
+        lambda f, x: f(x.transpose(0, 1))[[3, 1]].flatten(0, 1),
+        SAMPLES.repeat(2),
+    ),
+    "turned between": (
+        lambda f, x: f(f(x[:, :N]).transpose(0, 1))[[1, 0]].flatten(0, 1),
+        SAMPLES.repeat(2),
+    ),
+    "beside data": (lambda f, x: torch.cat([x[:, 0], f(x[:, 1])]), SAMPLES.repeat(2)),
 }
 
 # Rows are a view of a tensor with an entry for each sample in front.
@@ -93,9 +116,9 @@ def _found(net: Net, x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", ["", "no_grad", "recorded"])
-@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize("name", [*GATHERS, *BY_VALUES])
 def test_rows_of_what_layers_made(name: str, way: str) -> None:
-    gather, owners = GATHERS[name]
+    gather, owners = {**GATHERS, **BY_VALUES}[name]
     net, y = extend(Net(gather, way).double()), torch.randint(C, owners.shape)
     for _ in range(3):  # a plan serves the later passes
         x = torch.randn(N, T, D).double()
@@ -182,24 +205,76 @@ def test_rows_with_one_result_for_each_sample_need_no_order() -> None:
     oracle.assert_close(net.layer.weight.batch_l2, torch.stack(expected).flatten(1).square().sum(1))
 
 
-def test_what_layers_made_is_freed_with_the_pass() -> None:
-    """A call holds it only where it received rows of unknown samples."""
+def test_pixels_of_what_a_frozen_convolution_made() -> None:
+    net: Any = Net(lambda f, x: net.conv(x).movedim(1, -1).reshape(-1, D)[::2]).double()
+    net.conv = nn.Conv2d(2, D, 2).double().requires_grad_(False)
+    extend(net)
+    owners = SAMPLES.repeat_interleave(4)[::2]
+    for _ in range(3):
+        x, y = torch.randn(N, 2, 3, 3).double(), torch.randint(C, owners.shape)
+        for ours, expected in zip(_found(net, x, y), _individual(net, x, y, owners), strict=True):
+            oracle.assert_close(ours, expected)
+
+
+def test_rows_that_the_user_assigns_to_samples() -> None:
+    """``samples=`` says whose the rows are; behind a frozen layer, they are turned."""
+    index = torch.tensor([1, 0, 0])
+    net = extend(Net(lambda f, x: f(x[:, 0]).flip(0)).double())
+    x, y = torch.randn(N, T, D).double(), torch.randint(C, (N,))
+    expected = _individual(net, x, y, index.flip(0))
+    with backpack(BatchGrad(), samples=index):
+        extend(nn.CrossEntropyLoss())(net(x), y).backward()
+    oracle.assert_close(net.layer.weight.grad_batch, expected[0][:2])
+
+
+@pytest.mark.parametrize("views", [2, 4])
+def test_views_of_changed_data_in_front_of_samples_are_refused(views: int) -> None:
+    net = extend(Net(lambda f, x: torch.stack([k * x[:, 0] for k in range(1, 1 + views)])).double())
+    with pytest.raises(SampleMixingError, match=r"requires_grad_\(\)"):
+        _found(net, torch.randn(N, T, D).double(), torch.randint(C, (views * N,)))
+
+
+JOINS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "behind": lambda f, x: torch.cat([f(x), 2 * x]),
+    "in front": lambda f, x: torch.cat([2 * x, f(x)]),
+    "on both sides": lambda f, x: torch.cat([x, f(x), 2 * x]),
+    "in another order": lambda f, x: torch.cat([f(x), x[[2, 0, 1]]]),
+    "picked": lambda f, x: torch.cat([f(x), x])[[0, 2, 4, 3, 5]],
+}
+
+
+@pytest.mark.parametrize("is_functional", [True, False])
+@pytest.mark.parametrize("name", JOINS)
+def test_rows_joined_with_data(name: str, is_functional: bool) -> None:
+    """There is one row of the data for each sample, so its length tells whose it is."""
+    net: Any = extend(Net(lambda f, x: x).double())
+    layer = net.layer
+
+    def forward(x: Tensor) -> Tensor:
+        made = (lambda t: F.linear(t, layer.weight, layer.bias)) if is_functional else layer
+        out: Tensor = net.head(JOINS[name](made, x))
+        return out
+
+    net.forward = forward
+    owners = JOINS[name](lambda t: t, SAMPLES[:, None].double()).flatten()
+    is_changed = name in ("behind", "in front", "on both sides")
+    owners = SAMPLES.repeat(len(owners) // N) if is_changed else owners.long()
+    for _ in range(3):
+        x, y = torch.randn(N, D).double(), torch.randint(C, owners.shape)
+        for ours, expected in zip(_found(net, x, y), _individual(net, x, y, owners), strict=True):
+            oracle.assert_close(ours, expected)
+
+
+def test_nothing_that_layers_made_is_held() -> None:
     held: list[weakref.ref[Tensor]] = []
 
     def gather(trunk: Any, x: Tensor) -> Tensor:
         made = trunk(x)
         held.append(weakref.ref(made))
-        return made[MASK] if len(held) < 2 else made.mean(1)
+        picked: Tensor = made[MASK]
+        return picked
 
     net = extend(Net(gather).double())
-    lossfunc = extend(nn.CrossEntropyLoss())
-    x = torch.randn(N, T, D).double()
-    loss = lossfunc(net(x), torch.randint(C, (int(MASK.sum()),)))
-    assert held[0]() is not None
-    with backpack(BatchGrad()):
-        loss.backward()
-    gc.collect()
+    loss = net(torch.randn(N, T, D).double()).sum()
     assert held[0]() is None
-    loss = lossfunc(net(x), torch.randint(C, (N,)))
-    assert held[1]() is None
     loss.backward()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part. The aim is 3,500.
-BUDGET = 3938
+BUDGET = 3935
 # Beside it; the aims are 1,650 and 2,000.
 BESIDE = {"testing": 2150, "cli": 2118}
 _NO_CODE = {

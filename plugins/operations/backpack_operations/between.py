@@ -260,9 +260,6 @@ class Operations(Between[GraphSurvey]):
 
     def end(self, run: BackwardPass) -> None:
         """Visit the parameters whose nodes autograd did not run, as with ``inputs=...``."""
-        for call, _ in self.survey.sites:
-            if call.run.made and call.is_released:
-                call.run.made = ()
         for leaf in self.survey.leaves:
             self.visit_leaf(run, *leaf, None)
         if self.context.extension_hook is not None:

@@ -7,6 +7,7 @@ data (``data.py``), go through operations (``sample_ids.py``), and past calls as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import Note, of_data
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
-from backpack_operations.received import is_by_sample, is_returned, memories_of_buffers
+from backpack_operations.received import is_returned, memories_of_buffers
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.tensor_lists import is_packed
@@ -189,12 +190,52 @@ class CarriedIds:
             ids = sample_ids.packed(node, output_nr, telling, rows)
             note()
         if ids is None:
+            ids = self._joined_with_data(node, telling, note)
+        if ids is None:
             ids = sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
         if is_assumed and ids is not None and bool((ids.flatten().diff() < 0).any()):
             ids = None  # inside of a model, it may put rows into order
         is_told = is_readable or nodes.is_told_by_settings(type(node))
         self._survey.is_unread |= ids is None and not is_told and any_known(telling)
         return ids
+
+    def _joined_with_data(
+        self, node: Node, operand_ids: OperandIds, note: Callable[[], object]
+    ) -> SampleIds | None:
+        """The ids where rows are joined with data, of which there is one row for each sample.
+
+        The values that a layer receives behind tell which; else all rows are in order.
+        """
+        edges, shape = node.next_functions, nodes.lengths_of(node, 0)
+        if not nodes.joins(node):
+            return None
+        known = {i: ids for i, ids in operand_ids.items() if ids is not None}
+        data = [i for i, (child, _) in enumerate(edges) if child is None]
+        if not (data and known) or len(data) + len(known) < len(edges):
+            return None
+        if any(ids.numel() != max(ids.shape[:1], default=0) for ids in known.values()):
+            return None
+        lengths = [
+            len(self.input_rows) if c is None else nodes.lengths_of(c, n)[0] for c, n in edges
+        ]
+        if sum(lengths) != shape[0]:
+            return None
+        received = (call for call, _ in self._survey.received if not call.is_released)
+        by_edge = {edge[:2]: call for call in received for edge in call.edges[:1] if edge}
+        call = by_edge.get((node, 0))
+        parts = call.stored.inputs[0].split(lengths) if call is not None else ()
+        rows = [self.input_rows if i in data else known[i].flatten() for i in range(len(edges))]
+        for i in data if call is not None and call.is_readable else ():
+            note()
+            found = self._of_tensor(parts[i].detach(), lambda _: None, call)
+            if found is not None and found.numel() == max(found.shape[:1], default=0):
+                rows[i] = found.flatten()
+                data = [other for other in data if other != i]
+        # An index behind may put rows of experts into order, as many as samples by chance.
+        if data and not all(own.equal(self.input_rows) for own in rows):
+            return None
+        each = [own.expand(length) for own, length in zip(rows, lengths, strict=True)]
+        return along(torch.cat(each), 0, shape)
 
     def _joins_tables(self, node: Node) -> bool:
         """Whether an operation joins rows with those of a table, which may be other samples' rows.
@@ -389,8 +430,12 @@ class CarriedIds:
         If the samples of some are not known, as those of equal rows, operations behind may still
         know all of them: they put tokens of experts back by an index.
         """
-        made = [call for call, _ in self._survey.received if call.run.made]
-        return [call for call in made if not is_by_sample(call.stored.inputs[0], *call.run.sizes)]
+        return [
+            call
+            for call, _ in self._survey.received
+            if call.run.made
+            and not (call.receives_input or any(call.edges[:1]) or call.rule.is_loss)
+        ]
 
     # Data -----------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from math import prod
 from typing import Final, TypeAlias
 
 import torch
@@ -18,7 +18,16 @@ from torch import Tensor
 from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.models import Place, Run
 from backpack_operations.codes import codes, mixed
-from backpack_operations.received import ModelInput, SampleLayout, layout_of, span_of
+from backpack_operations.received import (
+    ModelInput,
+    SampleLayout,
+    Sums,
+    can_add,
+    has_rows,
+    layout_of,
+    span_of,
+    sums_of,
+)
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
@@ -165,9 +174,10 @@ def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picke
     if bool((rows == size).any()) or not all_rows[rows.to(all_rows.device)].equal(picked):
         return None
     ids = owners[rows].reshape(*lead, *[1] * len(line))
-    for axis in range(1, len(lead)):  # length one, where all along an axis are one sample's
+    # Length one, where all along an axis are one sample's; the first one only before another.
+    for axis in [*range(1, len(lead)), 0]:
         one = ids.narrow(axis, 0, 1)
-        ids = one if bool((ids == one).all()) else ids
+        ids = one if (axis or one.numel() > 1) and bool((ids == one).all()) else ids
     is_clear = bool((owners[rows] == last[of_picked]).all())
     return Picked(ids, is_clear, rows, of_all, of_picked, owners)
 
@@ -261,8 +271,7 @@ class _Data:
     def _of_copy(self) -> SampleIds | None:
         """The ids of a copy of one tensor, with one axis moved anywhere, by values."""
         readings = list[SampleIds]()
-        given = [(whole, rows) for _, whole, rows in self._given()]
-        for whole, rows in (*given, *self._made):
+        for _, whole, rows in self._given():
             if whole.numel() != len(self._flat):
                 continue
             for ends in product(range(whole.dim()), repeat=2):  # first, no axis is moved
@@ -303,22 +312,71 @@ class _Data:
         return None
 
     def _of_made(self) -> SampleIds | None:
-        """The ids of rows that were joined or picked from what layers made, by values."""
-        shape = self._shape if self._received.is_floating_point() else ()
-        for axis in range(1, 1 + len(shape)):
-            line = shape[axis:]
-            parts = [
-                (made.reshape(-1, *line), rows.repeat_interleave(made[0].numel() // prod(line)))
-                for made, rows in self._made
-                if made.numel() and made.shape[max(1, made.dim() - len(line)) :] == line
-            ]
-            if not parts:
+        """The ids of rows that were joined or picked from several tensors, by values.
+
+        These are what layers made, and what the model received.
+        """
+        data, made = self._received, self._made
+        kinds = {(1, 0), *(each[1:] for each, _ in made)}
+        for depth, unit in sorted(kinds) if made and has_rows(data) else ():
+            if data.dim() <= depth or data.shape[-depth:].numel() * data.element_size() % (
+                unit or 1
+            ):
                 continue
-            rows, owners = map(torch.cat, zip(*parts, strict=True))
-            picked = picked_from(rows, self._received, owners, 1)
-            if picked is not None and picked.is_clear:
+            ids = self._among(sums_of(data, depth, unit), made)
+            if ids is not None:
                 self._note(None)
-                return picked.ids
+                return ids[(..., *[None] * depth)]
+        return None
+
+    @cached_property
+    def _made(self) -> list[tuple[Sums, SampleIds]]:
+        """What layers made, with its sample ids."""
+        found, samples = list[tuple[Sums, SampleIds]](), self._samples
+        for made, source in () if self._lists or self._run.axis else self._run.made:
+            shape = tuple(made.rows.shape)
+            ids = None if source is None else self._among(source, found)
+            if source is None or ids is None:
+                if len(made.rows) == len(samples):
+                    found.append((made, along(samples, 0, shape)))
+                continue
+            lead = max((k for k, length in enumerate(ids.shape, 1) if length > 1), default=1)
+            if shape[:lead] == source.rows.shape[:lead]:
+                own = ids.reshape(ids.shape[:lead])
+                found.append((made, own[(..., *[None] * (len(shape) - lead))]))
+        return found
+
+    def _among(self, sums: Sums, made: Sequence[tuple[Sums, SampleIds]]) -> SampleIds | None:
+        """The ids of rows, of which each is one of other rows; ``None`` if any is not."""
+        shape = sums.rows.shape
+        of_same = next((ids for other, ids in made if other is sums), None)
+        if of_same is not None or self._lists or self._run.axis:
+            return of_same
+        known = [(other.rows, ids) for other, ids in made if other[1:] == sums[1:]]
+        for _, whole, rows in self._given():
+            if has_rows(whole) and can_add(whole, *sums[1:]):
+                of_whole = sums_of(whole, *sums[1:]).rows
+                known.append((of_whole, along(rows, 0, tuple(of_whole.shape))))
+        known = [(whole, ids) for whole, ids in known if whole.device == sums.rows.device]
+        as_many = [(whole, ids) for whole, ids in known if whole.numel() == shape.numel()]
+        for whole, ids in as_many:
+            for ends in product(range(whole.dim()), repeat=2):  # first, no axis is moved
+                turned, own = whole.movedim(*ends), ids.movedim(*ends)
+                if turned.flatten().equal(sums.rows.flatten()):
+                    return viewed(own, tuple(turned.shape), tuple(shape), self._samples)
+        for axis in range(1, 1 + len(shape)):
+            line, parts = shape[axis:], list[tuple[Tensor, Tensor]]()
+            for whole, ids in known:
+                lead = whole.dim() - len(line)
+                is_fit = lead > 0 and whole.shape[lead:] == line
+                if is_fit and ids.shape[lead:].numel() == 1:
+                    owners = ids.reshape(ids.shape[:lead]).expand(whole.shape[:lead])
+                    parts.append((whole.reshape(-1, *line), owners.flatten()))
+            if parts:
+                rows, of_rows = map(torch.cat, zip(*parts, strict=True))
+                picked = picked_from(rows, sums.rows, of_rows, 1)
+                if picked is not None and picked.is_clear:
+                    return picked.ids
         return None
 
     def is_unclear(self) -> bool:
@@ -339,17 +397,6 @@ class _Data:
             whole = given.tensor()
             if whole is not None and self._is_like(whole):
                 yield given.path, whole, rows
-
-    @property
-    def _made(self) -> list[tuple[Tensor, Tensor]]:
-        """What layers made with one row of each sample, with the samples of the rows.
-
-        Nothing if the user said which rows belong to which sample: other data go by that, too.
-        """
-        made, rows = self._run.made, self._samples
-        is_other = not made or self._lists or self._run.axis or bool((rows.diff() != 1).any())
-        fit = () if is_other else made
-        return [(t, rows) for t in fit if self._is_like(t) and len(t) == len(rows)]
 
     def _picks(self) -> Iterator[tuple[Source, Picked]]:
         """The tensors that the model received and that have every row of the data."""

@@ -246,8 +246,10 @@ class Owners:
             return not (is_inside or all(map(self.ids.is_without_samples, written)))
         if operation in nodes.ELEMENTWISE:
             return bool(size) and self._is_put_behind(node)
-        child, output_nr = node.next_functions[0] if operation in nodes.MOVES else (None, 0)
-        if child is None or not size or nodes.keeps_rows(node, 0, 0):
+        edges = enumerate(node.next_functions if operation in nodes.MOVES else ())
+        moved = next((each for each in edges if each[1][0] is not None), (0, (None, 0)))
+        position, (child, output_nr) = moved  # data may be joined in front of it
+        if child is None or not size or nodes.keeps_rows(node, 0, position):
             return False
         if not nodes.lengths_of(child, output_nr):
             return False  # a number has no rows; the operation that picked it is asked, too

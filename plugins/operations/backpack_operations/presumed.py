@@ -41,6 +41,13 @@ def _entries(survey: GraphSurvey) -> list[Site]:
     return [survey.sites[c, i] for c, i in received if not (c.rule.is_loss or any(c.edges))]
 
 
+def _axis_behind(shape: Shape, samples: int) -> int:
+    """The only axis as long as the batch, if axis 0 has no samples: ``[V, N, D]``; else 0."""
+    inner = shape[1:-1]  # the last axis has features
+    is_behind = inner.count(samples) == 1 and bool(shape[0] % samples)
+    return 1 + inner.index(samples) if is_behind else 0
+
+
 class Received(NamedTuple):
     """Data that a layer received, or an operation of parameters.
 
@@ -108,7 +115,9 @@ def contradicts(survey: GraphSurvey, ends: Sequence[Edge]) -> bool:
     other = copy(survey)
     other.sample_ids, other.guessed, other.tables, other.are_moved = {}, set(), set(), None
     other.read_at, other.looked_at, other.compared = {}, {}, {}
-    if not Owners(other).are_moved:
+    owners, samples = Owners(other), survey.batch_size
+    are_behind = (_axis_behind(r.data.shape, samples) for r in _received(survey, owners.ids))
+    if not (owners.are_moved or any(are_behind)):
         return False
     ids, found = PresumedIds(other, survey), False
     for edge in ends:
@@ -169,6 +178,7 @@ class PresumedIds(CarriedIds):
     def by_length(self, shape: Shape, axis: int, is_sure: bool = False) -> SampleIds | None:
         """Ids in order, also for several rows of each sample."""
         rows = self.input_rows
+        axis = _axis_behind(shape, len(rows)) or axis
         count, rest = divmod(shape[axis] if len(shape) > axis else 0, len(rows))
         if rest or not count:
             return None

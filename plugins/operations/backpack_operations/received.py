@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
-from backpack_core._torch import Node, has_memory, is_distributed, memories_of, memory_of
+from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
-from backpack_core.record.call import Call, Edge
+from backpack_core.record.call import Call
 from backpack_core.record.models import Place, Run, owner_of
 from backpack_operations._torch import modes
 from backpack_products.substitutes import note_substitutes
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
 RETURNED: Final = "backpack_returned"
-MOST_FRESH: Final = 8  # results that a run holds until the next call is recorded
+_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -118,6 +118,32 @@ class ModelInput(NamedTuple):
         return self.memory, *self.layout.ends
 
 
+class Sums(NamedTuple):
+    """A number for each row of a tensor, so that equal rows are found when it is gone.
+
+    Attributes:
+        rows: The numbers, one for each entry of the leading axes.
+        depth: How many axes a row has.
+        unit: How many bytes were added up at a time.
+    """
+
+    rows: Tensor
+    depth: int
+    unit: int
+
+
+class Made(NamedTuple):
+    """What a layer made without a graph.
+
+    Attributes:
+        sums: Its rows.
+        source: The rows that it was made of; ``None`` if they are those of the model's input.
+    """
+
+    sums: Sums
+    source: Sums | None
+
+
 class ModelRun(Run):
     """What an extended model received, with the memory of its inputs.
 
@@ -126,12 +152,12 @@ class ModelRun(Run):
         inputs: Its input tensors.
         rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
         modes: The classes of modes around it that may replace functions of torch.
-        made: Results of layers without a graph; see :meth:`seen_by`.
+        made: Results of layers without a graph. Values tell which rows come from which.
     """
 
     memories: dict[int, SampleLayout]
     inputs: list[ModelInput]
-    made: Sequence[Tensor] = ()
+    made: list[Made]
 
     def __init__(
         self, placed: Sequence[tuple[Place, Tensor]], axis: int, is_distributed: bool
@@ -142,9 +168,8 @@ class ModelRun(Run):
         # A mode of a library may say that it replaces nothing, such as a recorder's.
         self.modes = tuple([kind for kind in modes() if getattr(kind, "replaces", True)])
         self._passed: list[object] = []  # keeps the memories of results from being reused
-        # Results of layers without a graph, and those that no layer has received yet.
-        self._results: list[Callable[[], Tensor | None]] = []
-        self._fresh: list[Tensor] = []
+        self.made = []
+        self._last: tuple[object, object] = None, None  # where the last result lies; held
         sizes: list[int] = []
         for path, tensor in placed:
             self.has_computed_input |= tensor.grad_fn is not None
@@ -187,12 +212,12 @@ class ModelRun(Run):
         """Treat results without a graph as inputs of the model; see :class:`Run`."""
         tensors = [tensor for tensor in tensors if has_memory(tensor)]
         results = [result for result in results if has_memory(result)]
-        by_sample = [result for result in results if is_by_sample(result, *self.sizes)]
-        alive = [reference for reference in self._results if reference() is not None]
-        self._results = [*alive, *map(weakref.ref, by_sample)]
-        used = memories_of(tensors)
-        fresh = [result for result in self._fresh if memory_of(result) not in used]
-        self._fresh = (fresh + by_sample)[-MOST_FRESH:]
+        for result in filter(has_rows, results):
+            source = self._source(tensors)
+            if result.dim() > 3:  # pixels of images become rows
+                self.made.append(Made(sums_of_pixels(result), source))
+            self.made.append(Made(sums_of(result), source))
+            self._last = (memory_of(result), layout_of(result, 0)), hold_address(result)
         for tensor, layout in self._sharing(tensors):
             for result in results:
                 found = layout.passed_on(tensor, result)
@@ -200,25 +225,14 @@ class ModelRun(Run):
                     self.memories.setdefault(memory_of(result), found)
                     self._passed.append(hold_address(result))
 
-    def seen_by(self, tensors: Sequence[Tensor], edges: Sequence[Edge | None]) -> Run:
-        """The run as a call refers to it; see :class:`Run`.
-
-        A call that received rows of unknown samples holds what layers made without a graph: values
-        tell from which rows they were joined or picked. What no layer has received is held until
-        then, since ``torch.cat([layer(x), layer(y)])`` frees it.
-        """
-        if not self._results:
-            return self
-        run, data = self, tensors[0] if tensors and edges[0] is None else None
-        if data is not None and data.is_floating_point() and not self.receives((data,)):
-            made = [result for reference in self._results if (result := reference()) is not None]
-            if is_by_sample(data, *self.sizes):  # all of them, maybe in another order
-                made = [result for result in made if result.shape == data.shape]
-            if made:
-                run = copy(self)
-                run.made, run._fresh = made, []
-        self._fresh = []
-        return run
+    def _source(self, tensors: Sequence[Tensor]) -> Sums | None:
+        """The rows of what a layer received; ``None`` if there is one of each sample."""
+        tensor = next(filter(has_rows, tensors), None)
+        layout = None if tensor is None else self.memories.get(memory_of(tensor))
+        if tensor is None or (layout is not None and layout.axis_in(tensor) == 0):
+            return None
+        is_last = self._last[0] == (memory_of(tensor), layout_of(tensor, 0))
+        return self.made[-1].sums if is_last else sums_of(tensor)
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
         """Note what the model returned; see :func:`returned`."""
@@ -273,6 +287,39 @@ def memories_of_buffers(call: Call) -> set[int]:
 def hold_address(tensor: Tensor) -> object:
     """An object that keeps ``memory_of`` from reusing a number while it lives."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def has_rows(tensor: Tensor) -> bool:
+    """Whether a tensor has rows of numbers that are seldom equal."""
+    return tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > 0
+
+
+def depth_of(tensor: Tensor) -> int:
+    """How many axes a row has: one, or those of an image."""
+    return max(1, tensor.dim() - 2)
+
+
+def can_add(tensor: Tensor, depth: int, unit: int) -> bool:
+    """Whether a tensor has rows of so many axes, and of whole units."""
+    size = tensor.shape[-depth:].numel() * tensor.element_size()
+    return tensor.dim() > depth and not (unit and size % unit)
+
+
+def sums_of(tensor: Tensor, depth: int = 0, unit: int = 0) -> Sums:
+    """The sum of the bits of each row, which is the same in any order."""
+    depth, rows = depth or depth_of(tensor), tensor.detach() if tensor.requires_grad else tensor
+    rows = rows if rows.is_contiguous() else rows.contiguous()  # each call takes its time
+    rows = rows.flatten(-depth) if depth > 1 else rows
+    size = rows.element_size()
+    # Fewer and longer integers are faster.
+    unit = unit or (size if rows.shape[-1] * size % 8 else 8)
+    return Sums(rows.view(_BITS[unit]).sum(-1), depth, unit)
+
+
+def sums_of_pixels(images: Tensor) -> Sums:
+    """The same for ``[N, C, H, W]``, of which ``C`` numbers are a row."""
+    size = images.element_size()
+    return Sums(images.view(_BITS[size]).sum(1), 1, size)
 
 
 def is_by_sample(tensor: Tensor, *sizes: int) -> bool:
