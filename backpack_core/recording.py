@@ -121,11 +121,10 @@ def _owner_of_model(module: Module) -> Owner | None:
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns the result of the module if it must be replaced, else ``None``."""
     traits = _traits(module)
-    resolved = traits.resolved
     simple = simple_node(args, result, execution)
     if simple is not None:
         tensors: Any = (args, {}, args, (result,))
-        call = make_call(module, traits, resolved, tensors, execution, execution)
+        call = make_call(module, traits, traits.resolved, tensors, execution, execution)
         attach(call, 0, result, *simple)
         return None
     if isinstance(result, Tensor) and result.grad_fn is None:
@@ -179,8 +178,7 @@ def make_call(
     versions, frozen = versions_and_frozen(received.versions, detached, owned)
     stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed, frozen)
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
-    run, unpacks_twice = run_of_model(module, thread), is_readable
-    run = run.seen_by(inputs, received.edges)
+    run, unpacks_twice = run_of_model(module, thread).seen_by(inputs, received.edges), is_readable
     if not is_readable:
         stored, run, unpacks_twice = storage().keep(stored, run)
     return Call(

@@ -108,6 +108,7 @@ def contradicts(survey: GraphSurvey, ends: Sequence[Edge]) -> bool:
     other = copy(survey)
     other.sample_ids, other.guessed, other.tables, other.are_moved = {}, set(), set(), None
     other.read_at, other.looked_at, other.compared = {}, {}, {}
+    other.input_ids = {**survey.input_ids}
     if not Owners(other).are_moved:
         return False
     ids, found = PresumedIds(other, survey), False
