@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,12 @@ from backpack_attribution import (
     preconditioned,
     project,
 )
+from backpack_attribution.margins import Margin
 from backpack_attribution.problem import Problem
-from backpack_attribution.projected import Margin, inverse_product, projections_of
+from backpack_attribution.projected import inverse_product, projections_of
 from backpack_core.errors import UsageError
 from backpack_firstorder import Projection
+from backpack_layers.language import CausalLMLoss
 from tests.attribution.problems import gradients, loader, mlp, tied, tokens, vectors
 
 NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
@@ -83,12 +87,76 @@ def test_margins_and_their_gradients(problem) -> None:
     assert torch.allclose(found, wanted, rtol=1e-8, atol=1e-10)
     ignored = torch.full_like(train[1], -100)
     assert margin(model(train[0]), ignored) == 0
-    certain = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)
-    value = margin(certain, torch.tensor([0]))
-    value.backward()
-    assert value.isfinite()
-    assert certain.grad is not None
-    assert certain.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1.0, 15.0, 16.5, 17.0, 30.0, 1e4])
+def test_margins_of_certain_answers(size: float) -> None:
+    """In single precision, their ``1 - p`` is rounded, and zero from 17 on."""
+    logits, right = torch.tensor([[size, 0.0, 0.0]], dtype=torch.float32), torch.tensor([0])
+    ways = {
+        Margin(nn.CrossEntropyLoss()): (logits, right),
+        Margin(nn.NLLLoss()): (logits, right),
+        Margin(CausalLMLoss()): (logits.unsqueeze(1).expand(1, 2, 3), right.expand(1, 2)),
+    }
+    for margin, (given, target) in ways.items():
+        output = given.clone().requires_grad_()
+        value = margin(output, target)
+        value.backward()
+        assert value.item() == pytest.approx(size - math.log(2), rel=1e-6)
+        assert output.grad is not None
+        slope = torch.tensor([1.0, -0.5, -0.5], dtype=torch.float32)
+        assert torch.allclose(output.grad.reshape(-1, 3)[0], slope, rtol=1e-6)
+    margin = Margin(nn.BCEWithLogitsLoss())
+    assert float(margin(logits, torch.tensor([[1.0, 0.0, 0.0]]))) == size
+    masked = torch.tensor([[size, -torch.inf, -torch.inf]])
+    assert float(Margin(nn.CrossEntropyLoss())(masked, right)) == 0.0
+
+
+def test_trak_of_a_model_that_is_certain() -> None:
+    """In single precision as in double, though 1 - p is rounded to zero for most samples."""
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(30, 6)
+    with torch.no_grad():
+        model[2].weight *= 60
+        y = model(x).argmax(1)
+        assert (nn.functional.cross_entropy(model(x).float(), y, reduction="none") == 0).any()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        data = [(x.to(dtype), y)]
+        scores = influence(
+            model.to(dtype), nn.CrossEntropyLoss(), data, data, TRAK(8, damping=0.1), progress=False
+        )
+        found.append(scores.values.double())
+    assert torch.allclose(*found, rtol=1e-2, atol=1e-4 * float(found[1].abs().max()))
+    assert all(float(column.abs().max()) > 0 for column in found[1].T)
+
+
+def test_trak_adds_margins_of_tokens() -> None:
+    """A text is a row of answers, whether the loss shifts the targets or the user does."""
+    model, (x, _) = Words(nn.Embedding(7, 4), nn.Linear(4, 7)), tokens(5)
+    labels = torch.randint(0, 7, x.shape)
+    whole, own = [(x, labels)], [(x[:, :-1], labels[:, 1:])]
+    method = TRAK(6, damping=0.1)
+    first = influence(model, CausalLMLoss(), whole, whole, method, progress=False)
+    model.has_classes_first = True
+    second = influence(model, nn.CrossEntropyLoss(), own, own, method, progress=False)
+    assert torch.allclose(first.values, second.values, rtol=1e-8)
+
+
+class Words(nn.Sequential):
+    has_classes_first = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        return logits.mT if self.has_classes_first else logits
+
+
+@pytest.mark.parametrize("lossfunc", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()])
+def test_trak_needs_right_answers(lossfunc) -> None:
+    x, _ = vectors(4)
+    model = mlp()
+    soft = [(x, model(x).detach().softmax(1))]
+    with pytest.raises(UsageError, match="these targets are probabilities"):
+        influence(model, lossfunc, soft, soft, "trak", progress=False)
 
 
 def test_trak_of_an_empty_batch(problem) -> None:
