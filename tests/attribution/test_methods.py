@@ -209,6 +209,24 @@ def test_conjugate_gradients_stay_on_the_device() -> None:
     assert {value.device.type for value in found.values()} == {"cuda"}
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-10, 1e18])
+def test_conjugate_gradients_of_queries_of_any_size(size: float) -> None:
+    """In single precision, squares of small gradients underflow: no step would be made."""
+    model, train, queries = mlp().float(), loader(vectors(9), 4), loader(vectors(3, seed=2), 3)
+    train, queries = ([(x.float(), y) for x, y in data] for data in (train, queries))
+
+    def scores(factor: float) -> torch.Tensor:
+        def asked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return factor * nn.functional.cross_entropy(output, target, reduction="sum")
+
+        method = Influence(damping=0.1, refine=30, rtol=1e-5, mc_samples=None)
+        lossfunc = nn.CrossEntropyLoss()
+        found = influence(model, lossfunc, train, queries, method, query_lossfunc=asked)
+        return found.values.double() / factor
+
+    assert torch.allclose(scores(size), scores(1.0), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_kronecker_factors(problem, curvature: str) -> None:
     """One block for each parameter, damped by a tenth of its mean eigenvalue."""
