@@ -23,7 +23,7 @@ from backpack_attribution.methods import (
 )
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
-from backpack_core.errors import UsageError
+from backpack_core.errors import RangeWarning, UsageError, warn
 from backpack_core.extensions import ProjectedGrad
 from backpack_firstorder import Projection
 
@@ -229,7 +229,8 @@ def inverse_products(
     """:func:`inverse_product` for each parameter; zero where its moments are only rounding.
 
     Signs may cancel whole gradients: those of a cross-entropy add up to zero over the classes. What
-    rounding leaves of them would count as much as the gradients of any other parameter.
+    rounding leaves of them would count as much as the gradients of any other parameter. A warning
+    names such parameters, since small gradients look the same.
 
     Args:
         moments: ``F`` of each parameter, of the same samples.
@@ -242,6 +243,13 @@ def inverse_products(
         wide = torch.promote_types(row.dtype, torch.float32)
         bound = largest * (8 * max(torch.finfo(t).eps for t in (wide, moments[name].dtype))) ** 2
         is_seen = sizes[name] > bound
+        if not is_seen and sizes[name] > 0:
+            warn(
+                f"Projected gradients of the parameter {name!r} are so small beside those of "
+                "others that they may be rounding, so it takes no part in the scores. Scale the "
+                "inputs of the model, use double precision or another seed, or freeze it.",
+                RangeWarning,
+            )
         found[name] = (
             inverse_product(moments[name], row, damping) if is_seen else torch.zeros_like(row)
         )
