@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,27 @@ def test_inner_products_and_cosines(problem, reduction: str) -> None:
     assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-12, atol=1e-12)
     assert not any(is_extended(m) for m in (model, lossfunc))
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e18])
+def test_cosines_of_gradients_of_any_size(problem, size: float) -> None:
+    """In single precision, those of certain answers are 10⁻²⁵; their squares underflow."""
+    model, train, queries = problem
+    wanted = influence(
+        model, nn.CrossEntropyLoss(), loader(train, 4), loader(queries, 2), "cosine"
+    ).values
+
+    def scaled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return size * nn.functional.cross_entropy(output, target, reduction="sum")
+
+    def single(data: Any) -> Any:
+        return [tuple(t.float() if t.is_floating_point() else t for t in item) for item in data]
+
+    train, queries = single(loader(train, 4)), single(loader(queries, 2))
+    found = influence(model.float(), scaled, train, queries, "cosine").values
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    itself = self_influence(model, scaled, train, "cosine").values
+    assert torch.equal(itself, torch.ones_like(itself))
 
 
 @pytest.mark.parametrize("method", ["dot", "ekfac", "ekfac-cg", "trak"])

@@ -372,7 +372,7 @@ def test_wrong_arguments() -> None:
 @pytest.mark.host("scipy")
 @pytest.mark.parametrize("size", [1e-30, 1e-25, 1e-22, 1e-18, 1e20, 1e30])
 def test_conjugate_gradients_for_a_right_side_of_any_size(size: float) -> None:
-    """In single precision, its norm seems to be zero or infinite, and zero would be the solution."""
+    """In single precision, its norm seems to be zero or infinite, and so does the residual."""
     root, rhs = torch.randn(20, 20), torch.randn(20)
     matrix = root @ root.T / 20 + torch.eye(20)
     found = conjugate_gradients(matrix.float(), (size * rhs).float(), rtol=1e-5)
