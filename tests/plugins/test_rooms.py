@@ -172,8 +172,8 @@ ROOMS: dict[str, str] = {
     "api": "context contract extending extensions fields plugins record",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins preferences record",
-    "cli": "__init__ _hooks context contract discovery engine errors extending plugins preferences "
-    "testing",
+    "cli": "__init__ _hooks context contract discovery engine errors extending extensions plugins "
+    "preferences testing",
 }
 
 
