@@ -77,8 +77,9 @@ def tier_of(package: str) -> set[str]:
 # too. All others are a library's own.
 OPEN = {
     "backpack_products": (
-        "affine apart column_propagator columns contexts contractions derivatives elementwise "
-        "extensions factors fingerprint host_functions lookup loss merging multiply open_functions "
+        "affine apart column_propagator columns computing contexts contractions derivatives "
+        "elementwise extensions factors fingerprint host_functions lookup loss merging multiply "
+        "open_functions "
         "operations owned parametric product ranks recycled rows sameness scale some_samples "
         "substitutes transposition tuning values",
         "overrides regrouping",
