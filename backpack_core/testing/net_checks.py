@@ -157,12 +157,12 @@ def no_live_calls(nets: Nets) -> None:
     try:
         for what, run in (("forward pass alone", forward), ("backward pass", backward)):
             run()
-            left = len([each for each in gc.get_objects() if type(each) is Call])
-            require(not left, f"After a {what}: {left} records of module calls outlive their graph.")
+            calls = [each for each in gc.get_objects() if type(each) is Call]
+            said = f"After a {what}: {len(calls)} records of module calls outlive their graph."
+            require(not calls, said)
     finally:
         gc.unfreeze()
-        if enabled:
-            gc.enable()
+        (gc.enable if enabled else gc.disable)()
 
 
 def forget(net: Module) -> None:

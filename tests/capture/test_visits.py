@@ -27,7 +27,6 @@ from backpack_core.contract.rules import normaliser_of
 from backpack_core.engine import backward
 from backpack_core.errors import BackpackError, OverwrittenInputError, PluginCodeError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
-from backpack_core.record.call import live_calls
 from backpack_core.record.view import View
 from backpack_products import AffineProduct, computing, multiply
 from backpack_products._torch import onednn_linear
@@ -37,6 +36,7 @@ from tests.capture.test_random_nets import Side, differs, move
 from tests.cases import Net
 from tests.devices import rng_state
 from tests.forks import python
+from tests.leftovers import live_calls
 from tests.nets.draw import draw
 
 pytestmark = [
@@ -696,6 +696,7 @@ from torch import nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
 from tests.devices import rng_state
+from tests.leftovers import live_calls
 model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss())
 for _ in range(20):
     loss = lossfunc(model(torch.rand(8, 4)), torch.rand(8, 3))

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
-from backpack_core.record.call import live_calls
 from backpack_firstorder import clipping
 from backpack_products.product import DenseProduct
 from tests.cases import Problem
 from tests.firstorder.problems import NETS, gradients, make
+from tests.leftovers import live_calls
 from tests.oracle import assert_close
 
 
