@@ -116,7 +116,7 @@ models: $(MODELS_STAMP) ## try every quantity on every model, and write docs/mod
 	$(BIN)/python -m benchmarks.models --write docs/models.md $(ARGS)
 
 support: $(STAMP) ## regenerate the support matrix of the documentation
-	$(BIN)/python -m backpack_core.cli.matrix --write docs/support-matrix.md
+	$(BIN)/python docs/make_support_matrix.py
 
 # One of the gallery's scripts compares with Opacus, which asks for torchvision, but needs none of it.
 $(DOCS_STAMP): $(STAMP)

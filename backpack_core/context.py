@@ -181,7 +181,9 @@ class backpack:
         entry.__enter__()
         self._around.append(block)
         self._entered.append(context)
-        active.push(context)
+        # If nothing is asked for and no block is around, nobody needs to find this one.
+        if active.innermost() or context.retain_graph or not context.is_idle:
+            active.push(context)
         return self
 
     def __exit__(

@@ -121,11 +121,10 @@ def _owner_of_model(module: Module) -> Owner | None:
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns the result of the module if it must be replaced, else ``None``."""
     traits = _traits(module)
-    resolved = traits.resolved
     simple = simple_node(args, result, execution)
     if simple is not None:
         tensors: Any = (args, {}, args, (result,))
-        call = make_call(module, traits, resolved, tensors, execution, execution)
+        call = make_call(module, traits, traits.resolved, tensors, execution, execution)
         attach(call, 0, result, *simple)
         return None
     if isinstance(result, Tensor) and result.grad_fn is None:

@@ -16,7 +16,7 @@ from torch.nn.modules import module
 
 from backpack_core.engine.active import stacks
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.record.call import live_calls
+from backpack_core.record.call import Call
 from backpack_core.record.switch import is_disabled
 from backpack_products.tuning import memory_budget
 
@@ -32,15 +32,22 @@ _EACH = 100  # searches: one that looks at everything takes half a second
 _settlements = count()
 
 _passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
+_calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
 
-def _noted(kind: type[BackwardPass], *args: Any, **kwargs: Any) -> BackwardPass:
+def _noted(known: weakref.WeakSet[Any], kind: type, *args: Any, **kwargs: Any) -> Any:
     found = object.__new__(kind)
-    _passes.add(found)
+    known.add(found)
     return found
 
 
-BackwardPass.__new__ = staticmethod(_noted)  # type: ignore[assignment]
+BackwardPass.__new__ = partial(_noted, _passes)  # type: ignore[method-assign]
+Call.__new__ = partial(_noted, _calls)  # type: ignore[method-assign]
+
+
+def live_calls() -> int:
+    """The number of calls alive: zero once every graph is freed."""
+    return len(_calls)
 
 
 def state() -> State:

@@ -16,18 +16,16 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import _hooks, plugins
+from backpack_core import _hooks, extensions
 from backpack_core.cli import output
 from backpack_core.cli.table import Cell, Row
 from backpack_core.cli.watch import declared_form, is_fast
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule, LossRule
-from backpack_core.errors import BackpackError, UsageError, nearest
+from backpack_core.errors import BackpackError, MissingPluginError, UsageError, nearest
 from backpack_core.extending import extend
-from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.preferences import choose
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.quantities import needs_arguments, quantity_of
 from backpack_products.affine import AffineProduct
@@ -63,15 +61,11 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
     Raises:
         UsageError: One is not installed.
     """
-    plugins.ensure_loaded()
-    for name in chosen or (() if registry.extensions else ("BatchGrad",)):
-        if name not in registry.extensions:
-            near = nearest(name, registry.extensions) or "."
-            loaded = ", ".join(sorted(registry.extensions)) or "none"
-            said = f"No loaded plugin has an extension {name!r}{near} Loaded: {loaded}."
-            raise UsageError(str(missing(said, name)))
-    names = list(chosen) or sorted(registry.extensions)
-    return {n: choose(registry.extensions[n], n, "extension").value for n in names}
+    names = chosen or dir(extensions) or ("BatchGrad",)
+    try:
+        return {name: getattr(extensions, name) for name in names}
+    except (MissingPluginError, AttributeError) as error:
+        raise UsageError(str(error)) from error
 
 
 def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> list[Row]:
@@ -89,9 +83,9 @@ def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> list[Row]:
     Raises:
         UsageError: An extension is not installed.
     """
-    extensions = classes(chosen)
+    asked = classes(chosen)
     given = build(target)
-    kinds = output.track(extensions.items(), "Trying every extension", len(extensions))
+    kinds = output.track(asked.items(), "Trying every extension", len(asked))
     tried = {name: trial(given, kind) for name, kind in kinds}
     rows = []
     for path, module in _operations(given.modules):
@@ -99,7 +93,7 @@ def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> list[Row]:
         rule = "automatic" if resolved.is_fallback else type(resolved.rule).__name__
         labels = {"module": path, "type": type(module).__name__, "rule": rule}
         labels["plugin"] = str(resolved.provenance)
-        cells = {n: judge(module, kind, tried[n]) for n, kind in extensions.items()}
+        cells = {n: judge(module, kind, tried[n]) for n, kind in asked.items()}
         rows.append(Row(labels, cells))
     return rows
 

@@ -18,8 +18,6 @@ from backpack_core.errors import PluginError, nearest
 C = TypeVar("C", bound=type)
 
 BASES: Final[dict[type, None]] = {}  # in the order in which they were defined
-# Packages for which declare_only_computes() was called.
-_ONLY_COMPUTING: Final = {__name__.partition(".")[0]}
 
 
 class Candidate(NamedTuple):
@@ -48,25 +46,6 @@ def base(cls: C) -> C:
     """Class decorator that marks a base class of plugins."""
     BASES[cls] = None
     return cls
-
-
-def declare_only_computes(package: str) -> None:
-    """Declare that rules, extensions and propagators of a package only compute tensors.
-
-    Their results depend only on their arguments and their own plain attributes. So a library may
-    run the same operations again in a later pass without calling them. Anything else that they do,
-    such as counting or printing, then does not happen.
-
-    Args:
-        package: The top-level package; classes derived elsewhere belong to that other package.
-    """
-    _ONLY_COMPUTING.add(package)
-
-
-def only_computes(part: Callable[..., Any]) -> bool:
-    """Whether :func:`declare_only_computes` was called for its package, and it calls no others."""
-    home = None if getattr(part, "calls_others", False) else part.__module__.partition(".")[0]
-    return home in _ONLY_COMPUTING
 
 
 def judge(function: Judge) -> Judge:

@@ -229,10 +229,6 @@ def _forget(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: b
             owner.pop(name, None)
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(eq=False)
 class Replaced:
     """Two functions that a library may replace.
@@ -244,7 +240,7 @@ class Replaced:
     """
 
     offer: Callable[..., None] = _forget
-    drop: Callable[[], None] = _nothing
+    drop: Callable[[], None] = lambda: None
 
 
 replaced = Replaced()

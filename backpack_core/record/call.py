@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -96,18 +95,6 @@ class Stored:
         return tuple([name for name in names if tensors[name] is not None])
 
 
-# Every call refers to this object, so its reference count is the number of calls.
-_ALIVE: Final = object()
-
-
-def live_calls() -> int:
-    """The number of calls alive in this process: zero once every graph is freed."""
-    return getrefcount(_ALIVE) - _REFERENCES_WITHOUT_CALLS
-
-
-_REFERENCES_WITHOUT_CALLS: Final = getrefcount(_ALIVE)
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Call:
     """One forward execution of a module: what it received and returned.
@@ -145,7 +132,6 @@ class Call:
     is_readable: bool = True
     unpacks_twice: bool = True
     is_released: bool = False
-    _alive: object = _ALIVE
 
     @property
     def goes_inside(self) -> bool:

@@ -29,7 +29,6 @@ from backpack_core import __version__ as __version__
 from backpack_core import context as contexts
 from backpack_core import disable as _disable
 from backpack_core._torch import graph_task_id
-from backpack_core.contract.bases import declare_only_computes
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning, NotExtendedError
@@ -37,6 +36,7 @@ from backpack_core.extending import M
 from backpack_core.extending import extend as _extend
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
+from backpack_products.computing import declare_only_computes
 
 declare_only_computes(__name__)
 

@@ -1,5 +1,5 @@
 """The implementation of the compatibility layer; ``backpack`` holds the incumbent's names."""
 
-from backpack_core.contract.bases import declare_only_computes
+from backpack_products.computing import declare_only_computes
 
 declare_only_computes(__name__)

@@ -185,8 +185,8 @@ PAGES = (
         (
             "backpack_core.plugins.API_VERSION",
             "backpack_core.testing.imports.HEAVY",
-            "backpack_core.contract.bases.declare_only_computes",
-            "backpack_core.contract.bases.only_computes",
+            "backpack_products.computing.declare_only_computes",
+            "backpack_products.computing.only_computes",
             "backpack_core.contract.bases.judge",
             "backpack_core.contract.rules.normaliser_of",
             "backpack_core.contract.bases.Candidate",

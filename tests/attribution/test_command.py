@@ -147,6 +147,17 @@ def test_equal_records_have_names(folder: Path) -> None:
         Texts(same, None, "say", id="ask").identities()
 
 
+@pytest.mark.parametrize("value", [["the cat", "a dog"], {"role": "user", "content": "the cat"}])
+def test_fields_that_are_no_texts(folder: Path, value: Any) -> None:
+    """Their Python form, with brackets and quotes, would be taken for the text."""
+    _, tokenizer = load_model(folder / "gpt2")
+    records = [{"text": "the moon", "ask": "a"}, {"text": value, "ask": value}]
+    with pytest.raises(UsageError, match=r"field 'text' of record 1 is a (list|dict), not a text"):
+        Texts(records, tokenizer)
+    with pytest.raises(UsageError, match="not a text"):
+        Texts([{"text": "the moon", "ask": value}], tokenizer, prompt="ask")
+
+
 def test_texts_that_were_moved(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "moved.txt"
     data.write_text("\n\n".join(TEXTS) + "\n\n")  # empty lines are no texts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,27 @@ def test_inner_products_and_cosines(problem, reduction: str) -> None:
     assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-12, atol=1e-12)
     assert not any(is_extended(m) for m in (model, lossfunc))
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e18])
+def test_cosines_of_gradients_of_any_size(problem, size: float) -> None:
+    """In single precision, those of certain answers are 10⁻²⁵; their squares underflow."""
+    model, train, queries = problem
+    wanted = influence(
+        model, nn.CrossEntropyLoss(), loader(train, 4), loader(queries, 2), "cosine"
+    ).values
+
+    def scaled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return size * nn.functional.cross_entropy(output, target, reduction="sum")
+
+    def single(data: Any) -> Any:
+        return [tuple(t.float() if t.is_floating_point() else t for t in item) for item in data]
+
+    train, queries = single(loader(train, 4)), single(loader(queries, 2))
+    found = influence(model.float(), scaled, train, queries, "cosine").values
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    itself = self_influence(model, scaled, train, "cosine").values
+    assert torch.equal(itself, torch.ones_like(itself))
 
 
 @pytest.mark.parametrize("method", ["dot", "ekfac", "ekfac-cg", "trak"])
@@ -207,6 +230,24 @@ def test_conjugate_gradients_stay_on_the_device() -> None:
         rhs = {"w": torch.ones(3, 2, 4, device="cuda"), "b": torch.ones(3, 2, device="cuda")}
         found = solved(dict, rhs, dict, rhs, steps=0, rtol=1e-3)
     assert {value.device.type for value in found.values()} == {"cuda"}
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-10, 1e18])
+def test_conjugate_gradients_of_queries_of_any_size(size: float) -> None:
+    """In single precision, squares of small gradients underflow: no step would be made."""
+    model, train, queries = mlp().float(), loader(vectors(9), 4), loader(vectors(3, seed=2), 3)
+    train, queries = ([(x.float(), y) for x, y in data] for data in (train, queries))
+
+    def scores(factor: float) -> torch.Tensor:
+        def asked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return factor * nn.functional.cross_entropy(output, target, reduction="sum")
+
+        method = Influence(damping=0.1, refine=30, rtol=1e-5, mc_samples=None)
+        lossfunc = nn.CrossEntropyLoss()
+        found = influence(model, lossfunc, train, queries, method, query_lossfunc=asked)
+        return found.values.double() / factor
+
+    assert torch.allclose(scores(size), scores(1.0), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,10 +19,12 @@ from backpack_attribution import (
     preconditioned,
     project,
 )
+from backpack_attribution.margins import Margin
 from backpack_attribution.problem import Problem
-from backpack_attribution.projected import Margin, inverse_product, projections_of
-from backpack_core.errors import UsageError
+from backpack_attribution.projected import inverse_product, projections_of
+from backpack_core.errors import RangeWarning, UsageError
 from backpack_firstorder import Projection
+from backpack_layers.language import CausalLMLoss
 from tests.attribution.problems import gradients, loader, mlp, tied, tokens, vectors
 
 NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
@@ -83,12 +89,76 @@ def test_margins_and_their_gradients(problem) -> None:
     assert torch.allclose(found, wanted, rtol=1e-8, atol=1e-10)
     ignored = torch.full_like(train[1], -100)
     assert margin(model(train[0]), ignored) == 0
-    certain = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)
-    value = margin(certain, torch.tensor([0]))
-    value.backward()
-    assert value.isfinite()
-    assert certain.grad is not None
-    assert certain.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1.0, 15.0, 16.5, 17.0, 30.0, 1e4])
+def test_margins_of_certain_answers(size: float) -> None:
+    """In single precision, their ``1 - p`` is rounded, and zero from 17 on."""
+    logits, right = torch.tensor([[size, 0.0, 0.0]], dtype=torch.float32), torch.tensor([0])
+    ways = {
+        Margin(nn.CrossEntropyLoss()): (logits, right),
+        Margin(nn.NLLLoss()): (logits, right),
+        Margin(CausalLMLoss()): (logits.unsqueeze(1).expand(1, 2, 3), right.expand(1, 2)),
+    }
+    for margin, (given, target) in ways.items():
+        output = given.clone().requires_grad_()
+        value = margin(output, target)
+        value.backward()
+        assert value.item() == pytest.approx(size - math.log(2), rel=1e-6)
+        assert output.grad is not None
+        slope = torch.tensor([1.0, -0.5, -0.5], dtype=torch.float32)
+        assert torch.allclose(output.grad.reshape(-1, 3)[0], slope, rtol=1e-6)
+    margin = Margin(nn.BCEWithLogitsLoss())
+    assert float(margin(logits, torch.tensor([[1.0, 0.0, 0.0]]))) == size
+    masked = torch.tensor([[size, -torch.inf, -torch.inf]])
+    assert float(Margin(nn.CrossEntropyLoss())(masked, right)) == 0.0
+
+
+def test_trak_of_a_model_that_is_certain() -> None:
+    """In single precision as in double, though 1 - p is rounded to zero for most samples."""
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(30, 6)
+    with torch.no_grad():
+        model[2].weight *= 60
+        y = model(x).argmax(1)
+        assert (nn.functional.cross_entropy(model(x).float(), y, reduction="none") == 0).any()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        data = [(x.to(dtype), y)]
+        scores = influence(
+            model.to(dtype), nn.CrossEntropyLoss(), data, data, TRAK(8, damping=0.1), progress=False
+        )
+        found.append(scores.values.double())
+    assert torch.allclose(*found, rtol=1e-2, atol=1e-4 * float(found[1].abs().max()))
+    assert all(float(column.abs().max()) > 0 for column in found[1].T)
+
+
+def test_trak_adds_margins_of_tokens() -> None:
+    """A text is a row of answers, whether the loss shifts the targets or the user does."""
+    model, (x, _) = Words(nn.Embedding(7, 4), nn.Linear(4, 7)), tokens(5)
+    labels = torch.randint(0, 7, x.shape)
+    whole, own = [(x, labels)], [(x[:, :-1], labels[:, 1:])]
+    method = TRAK(6, damping=0.1)
+    first = influence(model, CausalLMLoss(), whole, whole, method, progress=False)
+    model.has_classes_first = True
+    second = influence(model, nn.CrossEntropyLoss(), own, own, method, progress=False)
+    assert torch.allclose(first.values, second.values, rtol=1e-8)
+
+
+class Words(nn.Sequential):
+    has_classes_first = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        return logits.mT if self.has_classes_first else logits
+
+
+@pytest.mark.parametrize("lossfunc", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()])
+def test_trak_needs_right_answers(lossfunc) -> None:
+    x, _ = vectors(4)
+    model = mlp()
+    soft = [(x, model(x).detach().softmax(1))]
+    with pytest.raises(UsageError, match="these targets are probabilities"):
+        influence(model, lossfunc, soft, soft, "trak", progress=False)
 
 
 def test_trak_of_an_empty_batch(problem) -> None:
@@ -151,16 +221,35 @@ def test_what_a_projection_cancels_has_no_part(tmp_path) -> None:
     projection = Projection(4, seed=3)
     cancelled = project(model, lossfunc, train, projection)["2.weight"]
     assert cancelled.norm() < 1e-12
-    found = influence(model, lossfunc, train, queries, LoGra(4, seed=3))
+    with pytest.warns(RangeWarning, match=r"2\.weight.* no part in the scores"):
+        found = influence(model, lossfunc, train, queries, LoGra(4, seed=3))
     store = fill(
         GradientStore(tmp_path / "store", torch.float64), model, lossfunc, train, projection
     )
-    asked = preconditioned(store, project(model, lossfunc, queries, projection))
+    with pytest.warns(RangeWarning, match=r"2\.weight.* no part in the scores"):
+        asked = preconditioned(store, project(model, lossfunc, queries, projection))
     stored = store.scores(asked)
     model[2].weight.requires_grad_(False)
     wanted = influence(model, lossfunc, train, queries, LoGra(4, seed=3))
     assert torch.allclose(found.values, wanted.values, rtol=1e-9)
     assert torch.allclose(stored.values, wanted.values, rtol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e5, 1e7])
+def test_small_gradients_beside_large_ones(size: float) -> None:
+    """Those of layers behind features of 10⁷ look like rounding in single precision."""
+    torch.manual_seed(0)
+    model, x, y = mlp().float(), size * vectors(9)[0].float(), vectors(9)[1]
+    with torch.no_grad():
+        model[0].weight /= size
+    arguments: Any = (nn.CrossEntropyLoss(), [(x, y)], [(x, y)], LoGra(9, damping=0.1))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", RangeWarning)
+        found = influence(model, *arguments).values
+    exact = influence(model.double(), arguments[0], *[[(x.double(), y)]] * 2, arguments[3]).values
+    is_right = torch.allclose(found.double(), exact, rtol=1e-2, atol=1e-3)
+    assert is_right == (size < 1e7)
+    assert is_right or any("2.weight" in str(warning.message) for warning in seen)
 
 
 def test_an_empty_store_has_no_moments(tmp_path) -> None:

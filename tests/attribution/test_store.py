@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial, partialmethod
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,19 @@ def test_cosines(tmp_path) -> None:
         found = store.scores(queries, cosine=True)
         assert torch.allclose(found.values.double(), wanted, atol=1e-6)
         assert store.search(queries, 3, cosine=True, rows=2).identities == found.top(3).identities
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 1}, {"dtype": torch.bfloat16}])
+@pytest.mark.parametrize("size", [1e-25, 1e18])
+def test_cosines_of_rows_of_any_size(tmp_path, options: Any, size: float) -> None:
+    """Squares of small numbers underflow, and a row of zeros would have the cosine zero."""
+    found = []
+    for number, factor in enumerate((1.0, size)):
+        with GradientStore(tmp_path / f"store{number}", **options) as store:
+            store.append([*range(8)], {n: factor * v.float() for n, v in rows(8).items()})
+        queries = {n: factor * v.float() for n, v in rows(2, seed=1).items()}
+        found.append(store.scores(queries, cosine=True).values)
+    assert torch.allclose(*found, atol=0.01 if "dtype" in options else 1e-5)
 
 
 def test_some_parts_and_some_samples(tmp_path) -> None:

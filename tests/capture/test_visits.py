@@ -22,15 +22,13 @@ import backpack_core.extensions as known
 from backpack_capture import repeated, visits
 from backpack_capture.nested import Apart
 from backpack_core import backpack, extend
-from backpack_core.contract import bases
 from backpack_core.contract.observer import Observer
 from backpack_core.contract.rules import normaliser_of
 from backpack_core.engine import backward
 from backpack_core.errors import BackpackError, OverwrittenInputError, PluginCodeError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
-from backpack_core.record.call import live_calls
 from backpack_core.record.view import View
-from backpack_products import AffineProduct, multiply
+from backpack_products import AffineProduct, computing, multiply
 from backpack_products._torch import onednn_linear
 from backpack_products.operations import dense, square_sum
 from tests.capture.nets import NETS
@@ -38,6 +36,7 @@ from tests.capture.test_random_nets import Side, differs, move
 from tests.cases import Net
 from tests.devices import rng_state
 from tests.forks import python
+from tests.leftovers import live_calls
 from tests.nets.draw import draw
 
 pytestmark = [
@@ -380,7 +379,9 @@ class Keeping(known.ClippedSumGrad):
 
 
 def test_what_extensions_keep_is_kept_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    monkeypatch.setattr(
+        computing, "_ONLY_COMPUTING", computing._ONLY_COMPUTING | {"tests", __name__}
+    )
     ours = Twin(NETS["mlp"].make())
     for _ in range(PASSES):
         extension = Keeping(0.1)
@@ -390,7 +391,9 @@ def test_what_extensions_keep_is_kept_in_every_pass(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_broken_promise_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    monkeypatch.setattr(
+        computing, "_ONLY_COMPUTING", computing._ONLY_COMPUTING | {"tests", __name__}
+    )
     ours = Twin(NETS["mlp"].make())
 
     def steps() -> None:
@@ -693,6 +696,7 @@ from torch import nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
 from tests.devices import rng_state
+from tests.leftovers import live_calls
 model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss())
 for _ in range(20):
     loss = lossfunc(model(torch.rand(8, 4)), torch.rand(8, 3))
@@ -756,7 +760,7 @@ def test_a_version_of_others_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_versions_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another version computed is not repeated."""
-    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"elsewhere"})
+    monkeypatch.setattr(computing, "_ONLY_COMPUTING", computing._ONLY_COMPUTING | {"elsewhere"})
     _without_versions(monkeypatch)
     ours, batch, found = Twin(NETS["mlp"].make()), NETS["mlp"].draw(4), []
     start = copy.deepcopy(ours.model.state_dict())
@@ -772,7 +776,9 @@ def test_versions_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    monkeypatch.setattr(
+        computing, "_ONLY_COMPUTING", computing._ONLY_COMPUTING | {"tests", __name__}
+    )
     ours, Counting.count = Twin(NETS["mlp"].make()), 60
 
     def steps() -> None:

@@ -19,7 +19,7 @@ from backpack.context import CTX
 from backpack.extensions import KFAC, BatchGrad, DiagGGNExact, SumGradSquared, Variance
 from backpack_core import is_extended
 from backpack_core.errors import BackpackWarning
-from backpack_core.record.call import live_calls
+from tests.leftovers import live_calls
 
 X = torch.randn(4, 3, dtype=torch.float64)
 Y = torch.tensor([0, 1, 1, 0])

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from backpack_core import View, backpack, extend
 from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.call import Call, edge_of, live_calls
+from backpack_core.record.call import Call, edge_of
 from backpack_core.record.state import settings_of
 from backpack_operations.chosen import of_samples
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_products.some_samples import subsample
 from tests.cases import Net, classification
+from tests.leftovers import live_calls
 
 
 class ClassToken(nn.Module):

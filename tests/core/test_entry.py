@@ -138,7 +138,7 @@ def test_two_threads_and_the_first_one_leaves_first() -> None:
 def test_several_gradients_at_once_are_refused() -> None:
     x = torch.ones(2, requires_grad=True)
     y, several = x * 2, torch.eye(2)
-    with backpack(), pytest.raises(UsageError, match="is_grads_batched=True"):
+    with backpack(observer=print), pytest.raises(UsageError, match="is_grads_batched=True"):
         grad(y, x, several, is_grads_batched=True, retain_graph=True)
     assert torch.equal(grad(y, x, several, is_grads_batched=True)[0], 2 * several)
 

@@ -19,10 +19,11 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import BatchGrad, DiagGGNExact, ProjectedGrad
-from backpack_core.record.call import live_calls, path_of
+from backpack_core.record.call import path_of
 from backpack_core.record.models import OWNER_ATTRIBUTE, owner_of
 from tests import oracle
 from tests.cases import classification, mlp
+from tests.leftovers import live_calls
 
 
 def state(module: nn.Module) -> list[dict[str, Any]]:

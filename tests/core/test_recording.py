@@ -17,9 +17,10 @@ from backpack_core import View, backpack, extend, recording, unextend
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, edge_of, live_calls, site_at
+from backpack_core.record.call import Call, edge_of, site_at
 from backpack_core.testing import temporary_plugin
 from backpack_products.parametric import ParametricRule
+from tests.leftovers import live_calls
 
 
 def call_of(output: Tensor) -> Call:

@@ -152,7 +152,7 @@ def test_device_thread_after_the_forward_thread_has_ended() -> None:
 def test_device_thread_with_the_number_of_an_ended_one() -> None:
     """Numbers of threads are given out again, here that of the forward thread to this one."""
     found: list[Any] = []
-    with backpack():
+    with backpack(observer=print):
         in_foreign_thread(lambda: found.append(current(threading.get_ident())))
         assert found == [current(threading.get_ident())]
     assert found[0] is not None

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
-from backpack_core.record.call import live_calls
 from backpack_firstorder import clipping
 from backpack_products.product import DenseProduct
 from tests.cases import Problem
 from tests.firstorder.problems import NETS, gradients, make
+from tests.leftovers import live_calls
 from tests.oracle import assert_close
 
 
@@ -103,6 +103,24 @@ def test_norms_of_any_size(
         loss.backward()
     for p, expected in zip(model.parameters(), clipped(grads, groups, bound), strict=True):
         assert_close(p.grad_clipped.double() / scale, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e15, 1e18, 6e21, 1e25, 1e37])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(50, 30), lambda: nn.Conv1d(5, 5, 3)])
+def test_no_sample_exceeds_the_bound_or_is_left_out_at_the_end_of_the_range(
+    layer: Any, size: float
+) -> None:
+    """A weight of 10⁻⁴⁵ would be rounded up, or to zero; gradients that overflow have norm ∞."""
+    model = extend(layer().float())
+    shape = (50,) if isinstance(model, nn.Linear) else (5, 10)
+    x = size * torch.randn(1, *shape, dtype=torch.float32)
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    with backpack(ClippedSumGrad(1.0)):
+        out = model(x)
+        lossfunc(out, torch.zeros_like(out)).backward()
+    total = torch.cat([p.grad_clipped.flatten().double() for p in model.parameters()])
+    assert float(total.norm()) == pytest.approx(1.0, rel=1e-5) or bool(total.isnan().any())
+    assert size > 1e18 or bool(total.isfinite().all())
 
 
 FORMS = {"kept": 0.0, "contracted": 1e9}  # what it costs to write what is kept

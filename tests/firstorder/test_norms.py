@@ -256,5 +256,7 @@ def test_forms_that_nearly_cancel(rest: float) -> None:
     parts = [LookupProduct(looked_up.float(), row, shape), AffineProduct(out, inp, shape)]
     with torch.no_grad():
         found = norm(sum_of(parts)).value().double()
-    exact = looked_up.float().double() - inp.squeeze(2).double()
-    assert bool((found > 0.97 * exact.flatten(2).norm(dim=2)).all())
+    exact = (looked_up.float().double() - inp.squeeze(2).double()).flatten(2).norm(dim=2)
+    assert bool((found > 0.97 * exact).all())
+    if found.is_cpu:
+        assert_close(found / exact, torch.ones_like(exact), 2e-3)

@@ -108,6 +108,8 @@ def test_every_method(net: str, reduction: str) -> None:
         close(found.sum(), expected.sum(0))
         close(found.weighted_sum(weights), torch.einsum("kn,n...->k...", weights, expected))
         close(found.weighted_sum(weights[0]), torch.einsum("n,n...->...", weights[0], expected))
+        scaled = found.times(weights[0]).dense()
+        close(scaled, torch.einsum("n,n...->n...", weights[0], expected))
         close(SampleGradients.from_state_dict(found.state_dict()).dense(), expected)
         close(found.low_rank(99).dense(), expected)
         assert found.nbytes <= expected.nbytes

@@ -106,7 +106,7 @@ def test_what_the_run_refuses_is_not_promised() -> None:
         (
             lambda: table_of_rules(("KFACC",)),
             UsageError,
-            "extension 'KFACC': did you mean 'KFAC'?",
+            "extension named 'KFACC': did you mean 'KFAC'?",
         ),
         (lambda: explained("nets_to_explain:make", ("Kfac",)), UsageError, "did you mean 'KFAC'?"),
         (lambda: unregister("Nobody"), PluginError, "No plugin named 'Nobody'"),

@@ -103,7 +103,7 @@ def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen in (("BatchGrad",), ()):
         with pytest.raises(UsageError) as caught:
             classes(chosen)
-        assert "extension 'BatchGrad'. Loaded: none. backpack-plugin" in str(caught.value)
+        assert "extension named 'BatchGrad'. Loaded: none. backpack-plugin" in str(caught.value)
         assert "but is blocked: check BACKPACK_LOAD_PLUGINS" in str(caught.value)
 
 

@@ -77,8 +77,9 @@ def tier_of(package: str) -> set[str]:
 # too. All others are a library's own.
 OPEN = {
     "backpack_products": (
-        "affine apart column_propagator columns contexts contractions derivatives elementwise "
-        "extensions factors fingerprint host_functions lookup loss merging multiply open_functions "
+        "affine apart column_propagator columns computing contexts contractions derivatives "
+        "elementwise extensions factors fingerprint host_functions lookup loss merging multiply "
+        "open_functions "
         "operations owned parametric product ranks recycled rows sameness scale some_samples "
         "substitutes transposition tuning values",
         "overrides regrouping",
@@ -172,8 +173,8 @@ ROOMS: dict[str, str] = {
     "api": "context contract extending extensions fields plugins record",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins preferences record",
-    "cli": "__init__ _hooks context contract discovery engine errors extending plugins preferences "
-    "testing",
+    "cli": "__init__ _hooks context contract discovery engine errors extending extensions plugins "
+    "preferences testing",
 }
 
 

@@ -32,10 +32,10 @@ from backpack_core.extensions import (
     DiagHessian,
     DiagHMP,
 )
-from backpack_core.record.call import live_calls
 from backpack_secondorder.torch_errors import explained
 from tests import oracle
 from tests.cases import Net, Problem, classification
+from tests.leftovers import live_calls
 from tests.secondorder.problems import CHAINS, NETS, SETTINGS, chain_curvature, hessians, make
 
 

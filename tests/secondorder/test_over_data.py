@@ -370,6 +370,18 @@ def test_wrong_arguments() -> None:
 
 
 @pytest.mark.host("scipy")
+@pytest.mark.parametrize("size", [1e-30, 1e-25, 1e-22, 1e-18, 1e20, 1e30])
+def test_conjugate_gradients_for_a_right_side_of_any_size(size: float) -> None:
+    """In single precision, its norm seems to be zero or infinite, and so does the residual."""
+    root, rhs = torch.randn(20, 20), torch.randn(20)
+    matrix = root @ root.T / 20 + torch.eye(20)
+    found = conjugate_gradients(matrix.float(), (size * rhs).float(), rtol=1e-5)
+    assert 0 < found.residual < 1e-5
+    assert_close(found.x.double() / size, torch.linalg.solve(matrix, rhs), 1e-4)
+    with pytest.raises(UsageError, match="right side of conjugate gradients is not finite"):
+        conjugate_gradients(matrix, rhs / 0, strict=False)
+
+
 def test_wrong_arguments_of_conjugate_gradients() -> None:
     operator = GGN(*make())
     rhs = torch.ones(operator.shape[0])

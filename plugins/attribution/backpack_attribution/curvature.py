@@ -279,7 +279,11 @@ def solved(
         steps: The largest number of products.
         rtol: A right side is finished if its residual is below this share of its norm.
     """
-    x = dict(start)
+    # Squares of small vectors underflow: right sides are divided by their largest entries.
+    largest = [forms.flat(value.abs()).amax(1) for value in rhs.values() if value.numel()]
+    sizes = torch.stack(largest).amax(0) if largest else torch.ones((), device="cpu")
+    sizes = torch.where(sizes > 0, sizes, 1)
+    rhs, x = _times(rhs, 1 / sizes), _times(start, 1 / sizes)
     residual = _plus(rhs, multiply(x), torch.tensor(-1.0, device="cpu"))
     bound = rtol**2 * _dots(rhs, rhs)
     direction = precondition(residual)
@@ -295,12 +299,17 @@ def solved(
         preconditioned = precondition(residual)
         product, before = _dots(residual, preconditioned), product
         direction = _plus(preconditioned, direction, torch.where(active, product / before, 0))
-    return x
+    return _times(x, sizes)
 
 
 def _dots(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """``⟨a_m, b_m⟩`` over all parameters, ``[M]``."""
     return sum((forms.flat(a[n] * b[n]).sum(1) for n in a), torch.zeros((), device="cpu"))
+
+
+def _times(a: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
+    """``factor_m a_m``."""
+    return {n: factor.to(v).reshape(-1, *[1] * (v.dim() - 1)) * v for n, v in a.items()}
 
 
 def _plus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:

@@ -199,27 +199,48 @@ def fitting(gradients: Gradients) -> int:
 
 def cosines(samples: Gradients, queries: Gradients) -> Tensor:
     """Inner products divided by both norms, over the queries' parts, ``[N, M]``; zero for zero."""
-    products = inner(samples, queries)
-    return over_norms(products, norm({name: samples[name] for name in queries}), norm(queries))
+    products = inner(samples, normalised(queries))
+    return over_norms(products, norm({name: samples[name] for name in queries}))
 
 
-def over_norms(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """``[N, M]`` divided by norms ``[N]`` and ``[M]``; zero where a norm is zero."""
-    inverse = [torch.where(norms > 0, 1 / norms, 0).to(products) for norms in (first, second)]
-    return products * torch.outer(*inverse)
+def normalised(gradients: Gradients) -> dict[str, Value]:
+    """Gradients divided by their norms over all parts; those of zero stay zero.
+
+    Inner products of small gradients would underflow.
+    """
+    norms = norm(gradients)
+    inverse = torch.where(norms > 0, 1 / norms, 0)
+    return {name: _times(value, inverse) for name, value in gradients.items()}
+
+
+def _times(value: Value, weights: Tensor) -> Value:
+    """``weights[n] g_n``, at least in single precision."""
+    wide = value.to(dtype=torch.promote_types(value.dtype, torch.float32))
+    if isinstance(wide, SampleGradients):
+        return wide.times(weights.to(wide.device))
+    return wide * weights.to(wide).reshape(-1, *[1] * (wide.dim() - 1))
+
+
+def over_norms(products: Tensor, norms: Tensor) -> Tensor:
+    """Inner products ``[N, M]`` divided by norms ``[N]``; zero where a norm is zero."""
+    return products * torch.where(norms > 0, 1 / norms, 0).to(products).unsqueeze(1)
 
 
 def norm(gradients: Gradients) -> Tensor:
     """``‖g_n‖`` over all parts, ``[N]``, at least in single precision."""
-    parts = torch.stack([norm_of(value) for value in gradients.values()])
-    found: Tensor = torch.linalg.vector_norm(parts, dim=0)
+    return joint([norm_of(value) for value in gradients.values()])
+
+
+def joint(norms: Sequence[Tensor]) -> Tensor:
+    """The norms over all parts from those of each; squares of small ones would underflow."""
+    parts = torch.stack([*norms])
+    largest = parts.amax(0)
+    largest = torch.where(largest > 0, largest, 1)
+    found: Tensor = torch.linalg.vector_norm(parts / largest, dim=0) * largest
     return found
 
 
 def norm_of(value: Value) -> Tensor:
     """``‖g_n‖`` of one part, ``[N]``, at least in single precision."""
-    if isinstance(value, SampleGradients):
-        return value.norm()
-    wide = torch.promote_types(value.dtype, torch.float32)
-    found: Tensor = torch.linalg.vector_norm(flat(value), dim=1, dtype=wide)
-    return found
+    given = SampleGradients.from_dense(value) if isinstance(value, Tensor) else value
+    return given.norm()

@@ -168,12 +168,21 @@ class GradDot(InnerProduct):
 class GradCosine(InnerProduct):
     """``⟨∇ℓ_n, ∇ℓ_m⟩ / (‖∇ℓ_n‖ ‖∇ℓ_m‖)``, over all parameters; zero where a gradient is zero."""
 
+    def transform(self, queries: Gradients, run: Run) -> Gradients:
+        """``g_m / ‖g_m‖``."""
+        return forms.normalised(queries)
+
+    def transformed(
+        self, parts: Iterator[Gradients], run: Run
+    ) -> Iterator[tuple[Gradients, Gradients]]:
+        """Each part twice: scores for themselves need no other vectors."""
+        return ((part, part) for part in parts)
+
     def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
         """Cosines of one batch of training samples, ``[N, M]``."""
         norms: list[Tensor] = []
         products = products_of(problem, batch, queries, norms)
-        own = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return forms.over_norms(products, own, forms.norm(queries))
+        return forms.over_norms(products, forms.joint(norms))
 
     def own(self, samples: Gradients, queries: Gradients) -> Tensor:
         """One, or zero for a gradient of zero."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_attribution import forms
 from backpack_attribution.manifest import Projected, shown
+from backpack_attribution.margins import Margin
 from backpack_attribution.methods import (
     Checkpoint,
     Method,
@@ -23,7 +23,7 @@ from backpack_attribution.methods import (
 )
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
-from backpack_core.errors import UsageError
+from backpack_core.errors import RangeWarning, UsageError, warn
 from backpack_core.extensions import ProjectedGrad
 from backpack_firstorder import Projection
 
@@ -204,59 +204,10 @@ class TRAK(Method):
     def _missed(self, problem: Problem, batch: Any) -> Tensor:
         """``1 - p`` of each sample, the mean over positions. Shape ``[N]``."""
         output, target = problem.forward(problem.model, batch)
-        losses = Margin(problem.lossfunc).losses(output, target)
-        missed, counts = -torch.expm1(-losses), (losses > 0).to(losses.dtype)
-        first, second = (forms.flat(t).sum(1) for t in (missed * counts, counts))
+        margins, is_there = Margin(problem.lossfunc).each(output, target)
+        counts = is_there.to(margins.dtype)
+        first, second = (forms.flat(t).sum(1) for t in (torch.sigmoid(-margins) * counts, counts))
         return first / second.clamp(min=1)
-
-
-class Margin(Module):
-    """``Σ log(p / (1 - p))`` of the right answers, as a function of output and target."""
-
-    def __init__(self, lossfunc: Any) -> None:
-        """Take the losses ``-log p`` from a loss module.
-
-        Raises:
-            UsageError: The loss is not a module of this kind.
-        """
-        super().__init__()
-        is_module = isinstance(lossfunc, Module) and hasattr(lossfunc, "reduction")
-        if not is_module or not _may_be_log_probability(lossfunc):
-            raise UsageError(
-                "TRAK takes margins of a cross-entropy: give a loss module with a reduction, but "
-                "without weights and label smoothing, such as CrossEntropyLoss(). Got "
-                f"{type(lossfunc).__name__}."
-            )
-        each: Any = copy.deepcopy(lossfunc)
-        each.reduction = "none"
-        self._each = each
-        self.reduction = "sum"
-
-    def losses(self, output: Tensor, target: Tensor) -> Tensor:
-        """``-log p``, one for each sample and position; zero for ignored targets."""
-        found: Tensor = self._each(output, target)
-        return found
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The sum of the margins, without ignored or certain targets."""
-        losses = self.losses(output, target)
-        counts = losses > 0
-        safe = torch.where(counts, losses, 1.0)
-        margins = -safe - torch.log(-torch.expm1(-safe))
-        return torch.where(counts, margins, 0.0).sum()
-
-
-_LOG_PROBABILITIES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
-
-
-def _may_be_log_probability(lossfunc: Module) -> bool:
-    """Whether losses may be ``-log p``, as is assumed for the user's own modules."""
-    if not type(lossfunc).__module__.startswith("torch.nn."):
-        return True
-    settings = [getattr(lossfunc, name, None) for name in ("weight", "pos_weight")]
-    is_scaled = any(value is not None for value in settings)
-    is_smoothed = bool(getattr(lossfunc, "label_smoothing", 0))
-    return isinstance(lossfunc, _LOG_PROBABILITIES) and not (is_scaled or is_smoothed)
 
 
 def require_share(damping: Any) -> None:
@@ -278,7 +229,8 @@ def inverse_products(
     """:func:`inverse_product` for each parameter; zero where its moments are only rounding.
 
     Signs may cancel whole gradients: those of a cross-entropy add up to zero over the classes. What
-    rounding leaves of them would count as much as the gradients of any other parameter.
+    rounding leaves of them would count as much as the gradients of any other parameter. A warning
+    names such parameters, since small gradients look the same.
 
     Args:
         moments: ``F`` of each parameter, of the same samples.
@@ -291,6 +243,13 @@ def inverse_products(
         wide = torch.promote_types(row.dtype, torch.float32)
         bound = largest * (8 * max(torch.finfo(t).eps for t in (wide, moments[name].dtype))) ** 2
         is_seen = sizes[name] > bound
+        if not is_seen and sizes[name] > 0:
+            warn(
+                f"Projected gradients of the parameter {name!r} are so small beside those of "
+                "others that they may be rounding, so it takes no part in the scores. Scale the "
+                "inputs of the model, use double precision or another seed, or freeze it.",
+                RangeWarning,
+            )
         found[name] = (
             inverse_product(moments[name], row, damping) if is_seen else torch.zeros_like(row)
         )

@@ -133,16 +133,25 @@ class Texts:
         """Check that all records have the fields.
 
         Raises:
-            UsageError: A record lacks a field.
+            UsageError: A record lacks a field, or has none of texts there.
         """
-        own = [self.text, *([self.prompt] if self.prompt else [])]
-        own += [self.id] if self.id not in ("row", "content") else []
+        shown = [self.text, *([self.prompt] if self.prompt else [])]
+        own = shown + ([self.id] if self.id not in ("row", "content") else [])
         for field in own:
             missing = [n for n, record in enumerate(self.records) if record.get(field) is None]
             if missing:
                 raise UsageError(
                     f"Record {missing[0]} has no field {field!r}. It has "
                     f"{[*self.records[missing[0]]]}: name the fields with --text, --prompt, --id."
+                )
+        for field in shown:
+            nested = (isinstance(record[field], (list, Mapping)) for record in self.records)
+            place = next((n for n, is_nested in enumerate(nested) if is_nested), None)
+            if place is not None:
+                raise UsageError(
+                    f"The field {field!r} of record {place} is a "
+                    f"{type(self.records[place][field]).__name__}, not a text. Write its parts as "
+                    "one text first, such as messages by the template of the chat."
                 )
 
     def __len__(self) -> int:

@@ -14,13 +14,13 @@ from typing import Any, Final
 from backpack_capture._torch import is_ordinary
 from backpack_capture.nested import is_plain
 from backpack_capture.visited import Entry, Opaque, attributes_of, given_to
-from backpack_core.contract.bases import only_computes
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.backward import BackwardPass
 from backpack_operations.observer import Driver, PlanObserver, looks_at_visits, of_plans
 from backpack_operations.operands import makers_that_may_do_more
 from backpack_operations.plan import Planned, model_of, plans
 from backpack_operations.structure import Structure
+from backpack_products.computing import only_computes
 from backpack_products.open_functions import Operation, versions_that_may_do_more
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than their callers

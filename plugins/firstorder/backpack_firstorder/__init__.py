@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from backpack_core.contract.bases import declare_only_computes
+from backpack_products.computing import declare_only_computes
 
 if TYPE_CHECKING:
     from backpack_firstorder.divisors import divisors_of as divisors_of

@@ -108,8 +108,9 @@ class ClippedSumGrad(FirstOrderExtension):
       a plain gradient.
     - Keep the individual gradients and weight them, if they take no more memory than that.
 
-    Norms do not overflow or underflow. Sums are computed at least in single precision, and stored
-    in the precision of the parameter.
+    Norms are computed so that their squares do not overflow or underflow. Sums are computed at
+    least in single precision, and stored in the precision of the parameter. They are not numbers if
+    a gradient, or the factor that it is clipped by, is out of the range of this precision.
     """
 
     savefield = "grad_clipped"
@@ -238,7 +239,9 @@ class ClippedSumGrad(FirstOrderExtension):
         weights = (self.weights or self._clip)(norms)
         sums: dict[Tensor, Tensor] = {}
         for key, handles in groups.items():
-            sums.update(_sums(handles, tables[key], weights[key] / factor))
+            # Not zero: a sample whose norm overflows would be left out without a word.
+            each = torch.where(norms[key].isfinite(), weights[key] / factor, torch.nan)
+            sums.update(_sums(handles, tables[key], each))
         return {parameter: sums[parameter].to(parameter.dtype) for parameter in values}, norms
 
     def group(self, parameter: Tensor, module: Module | None) -> Hashable:
@@ -257,15 +260,24 @@ def _sums(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The weighted sums of parameters that are clipped together."""
     for parameter, handle in handles.items():
-        if handle.norms is not None:  # a weight may underflow in half precision
-            some = weights.to(handle.product.like.dtype)[None, None]
+        if handle.norms is not None:
+            some = _cast(weights, handle.product.like.dtype)[None, None]
             yield parameter, weighted_sum(handle.product, some).squeeze(0)
     if table is not None:
         small = [parameter for parameter, handle in handles.items() if handle.norms is None]
-        total = weights.to(table.dtype) @ table
+        total = _cast(weights, table.dtype) @ table
         parts = total.split([parameter.numel() for parameter in small])
         for parameter, part in zip(small, parts, strict=True):
             yield parameter, part.view(parameter.shape).clone()
+
+
+def _cast(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in the precision of the gradients; not a number where one underflows.
+
+    Such a weight keeps few digits. It may be rounded up, and the sample would exceed the bound.
+    """
+    is_lost = (weights != 0) & (weights.abs() < torch.finfo(dtype).tiny)
+    return weights.masked_fill(is_lost, torch.nan).to(dtype)
 
 
 def _table(handles: Mapping[Tensor, Handle]) -> Tensor | None:

@@ -45,7 +45,7 @@ from backpack_products.tuning import BAND, CACHE, READ, SHARED
 # A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
 # And that of positions that cancel by this one: three digits. Independent ones pass up to 8,000.
-_LEFT = 1e3
+LEFT = 1e3
 
 
 def moments(
@@ -227,7 +227,7 @@ def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
             squares[number, rows] = _met(pairs, seen).view(count, -1).sum(1)
     limit, positions = torch.finfo(out.dtype), out.shape[2] ** 2
     least = lost.mul_(_DIGITS * limit.tiny * positions)
-    is_kept, left_over = bool(((squares > least) & (squares < limit.max)).all()), _LEFT * limit.eps
+    is_kept, left_over = bool(((squares > least) & (squares < limit.max)).all()), LEFT * limit.eps
     if is_kept and bool((squares > most.mul_(left_over * positions)).all()):
         return squares.double()
     if is_kept:

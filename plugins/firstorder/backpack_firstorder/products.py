@@ -27,6 +27,7 @@ from backpack_firstorder.scaled import (
 from backpack_products.affine import AffineProduct, for_weights, reads_formed
 from backpack_products.contractions import is_column
 from backpack_products.factors import FactorProduct
+from backpack_products.host_functions import HostFunction
 from backpack_products.lookup import LookupProduct
 from backpack_products.open_functions import OpenFunction, Operation
 from backpack_products.operations import (
@@ -178,6 +179,8 @@ def norm_sum(product: SumProduct) -> Norm:
     """``√(Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩)`` over the parts: the sum is not formed.
 
     Parts are divided by the norm of the largest, so that inner products are no larger than one.
+    Where parts nearly cancel, rounding hides what is left. On the host, a check shows this, and the
+    sum is formed for these samples. Elsewhere, norms are at least what rounding may hide.
     """
     if is_formed(product):
         return norm(as_formed(product))
@@ -189,9 +192,29 @@ def norm_sum(product: SumProduct) -> Norm:
     total, most = own.squared().sum(0), own.value().sum(0).square()
     for first, second in combinations(parts, 2):
         total = total + 2 * inner(first, second)
-    total = unless_cancelled(total, most, product.like.dtype)
+    if with_formed.takes(total, most, scale, product):
+        total = with_formed(total, most, scale, product)
+    else:
+        total = unless_cancelled(total, most, product.like.dtype)
     norms = Norm(total, scale.to(total.dtype))
     return norms if each.scale is not None else Norm(norms.squared())
+
+
+@HostFunction
+def with_formed(squares: Tensor, most: Tensor, scale: Tensor, product: SampleProduct) -> Tensor:
+    """Squares in units of ``scale²``; from the formed product if rounding may hide what is left.
+
+    ``most`` has the squares if all parts had one direction.
+    """
+    hidden = squares < contractions.LEFT * torch.finfo(product.like.dtype).eps * most
+    if not bool(hidden.any()):
+        return squares
+    squares = squares.clone()
+    for sample in hidden.any(0).nonzero().flatten().tolist():
+        some = slice(sample, sample + 1)
+        formed = product.part(slice(0, product.columns), some)
+        squares[:, some] = vector_norm(formed / spread(scale[:, some], formed.dim()), 2).squared()
+    return squares
 
 
 def _divided(product: SampleProduct, scale: Tensor) -> SampleProduct:

@@ -30,6 +30,7 @@ from backpack_firstorder.terms import (
     state_of,
     tensors_of,
     terms_from,
+    times,
 )
 from backpack_products.affine import AffineProduct
 from backpack_products.operations import batch_sum, dense, weighted_sum
@@ -252,6 +253,20 @@ class SampleGradients:
         return projection(self.product(), name)
 
     # Changed -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def times(self, weights: Tensor) -> SampleGradients:
+        """Each gradient multiplied by a number: ``weights[n] g_n``, in the same form.
+
+        Args:
+            weights: Shape ``[N]``.
+
+        Raises:
+            ShapeError: There is not one weight for each sample.
+        """
+        if weights.shape != (len(self),):
+            raise ShapeError(f"times takes weights [{len(self)}]. Got {[*weights.shape]}.")
+        return SampleGradients(times(term, weights) for term in self._terms)
 
     @torch.no_grad()
     def divide(self, divisor: Divisor) -> SampleGradients:

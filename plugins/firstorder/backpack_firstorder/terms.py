@@ -85,6 +85,13 @@ def term_of(form: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> Samp
     return DenseProduct(tensors["values"].unsqueeze(0))
 
 
+def times(term: SampleProduct, weights: Tensor) -> SampleProduct:
+    """Each gradient of a term multiplied by its weight, ``[N]``."""
+    (name, factor), *others = tensors_of(term)
+    each = weights.to(factor).reshape(-1, *[1] * (factor.dim() - 1))
+    return term_of(FORMS[type(term)], {name: factor * each, **dict(others)}, term.shape)
+
+
 def state_of(terms: Sequence[SampleProduct]) -> dict[str, Tensor]:
     """The tensors of several terms by number, form and name."""
     return {

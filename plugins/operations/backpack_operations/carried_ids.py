@@ -42,7 +42,6 @@ class CarriedIds:
     def __init__(self, survey: GraphSurvey) -> None:
         self._survey = survey
         self._origins = Origins(survey)
-        self._inputs: dict[Call, SampleIds | None] = {}
         self._entries: dict[Node, SampleIds | None] = {}
         self._by_length: set[Node] = set()  # entries whose ids only lengths tell
         self._assumed: set[NodeOutput] = set()  # where the user's index was taken to be meant
@@ -408,12 +407,13 @@ class CarriedIds:
 
     def of_input(self, call: Call) -> SampleIds | None:
         """The ids of data that a module received; ``None`` if usual, or unknown."""
-        if call not in self._inputs:
+        known = self._survey.input_ids
+        if call not in known:
             of_rows = self._of_made_rows if call in self._of_made_rows else [call]
             found = {each: self._find(each) for each in of_rows}
             is_known = len(of_rows) < 2 or not any(ids is None for ids in found.values())
-            self._inputs.update(found if is_known else dict.fromkeys(found))
-        return self._inputs[call]
+            known.update(found if is_known else dict.fromkeys(found))
+        return known[call]
 
     def _find(self, call: Call) -> SampleIds | None:
         inputs, survey = call.stored.inputs, self._survey

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.bases import only_computes
 from backpack_core.errors import PluginError, ShapeError
 from backpack_core.plugins.registry import registry
 from backpack_core.record.storage import storage
@@ -26,6 +25,7 @@ from backpack_operations._torch import metadata_of
 from backpack_operations.bridge import push
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Columns, Root, require_one_form
+from backpack_products.computing import only_computes
 from backpack_products.factors import FactorProduct
 from backpack_products.open_functions import preferred_version
 from backpack_products.operations import dense

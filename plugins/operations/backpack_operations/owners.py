@@ -173,16 +173,17 @@ class Owners:
         """Whether a module received rows that were picked from data, of unknown samples."""
         is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
         is_other = is_other or not call.is_readable or self._survey.is_told
-        is_other = is_other or self._survey.depth is not None or not call.stored.inputs
-        if is_other or is_of_buffers(call):
+        if is_other or self._survey.depth is not None or not call.stored.inputs:
             return False
         data, samples = call.stored.inputs[0], self.ids.samples
         is_usual = call.receives_input > 1 and data.shape[:1] == samples.shape
         is_usual |= self.ids.of_input(call) is not None or not data.dim()
         # If the length is not a multiple of N, it is nowhere taken for several rows of each sample.
         is_usual |= bool(data.shape[:1].numel() % max(1, len(samples)))
+        if is_usual or is_of_buffers(call):
+            return False
         note = partial(self._survey.compared.__setitem__, call)
-        return not is_usual and is_unclear(data, call.run, samples, note)
+        return is_unclear(data, call.run, samples, note)
 
     # Whether anything moves rows ------------------------------------------------------------------
 

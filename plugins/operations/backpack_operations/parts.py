@@ -112,7 +112,8 @@ def _is_whole(call: Call) -> bool:
 
 def _assume(survey: GraphSurvey, samples: int, depth: int | None) -> None:
     """Put a reading into the survey, and forget the ids that were carried under another."""
-    survey.batch_size, survey.depth, survey.sample_ids = samples, depth, {}
+    survey.batch_size, survey.depth = samples, depth
+    survey.sample_ids, survey.input_ids = {}, {}
 
 
 def _is_possible(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:

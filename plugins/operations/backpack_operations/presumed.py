@@ -115,6 +115,7 @@ def contradicts(survey: GraphSurvey, ends: Sequence[Edge]) -> bool:
     other = copy(survey)
     other.sample_ids, other.guessed, other.tables, other.are_moved = {}, set(), set(), None
     other.read_at, other.looked_at, other.compared = {}, {}, {}
+    other.input_ids = {**survey.input_ids}
     owners, samples = Owners(other), survey.batch_size
     are_behind = (_axis_behind(r.data.shape, samples) for r in _received(survey, owners.ids))
     if not (owners.are_moved or any(are_behind)):

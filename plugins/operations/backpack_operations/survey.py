@@ -84,6 +84,7 @@ class GraphSurvey(Survey):
             and ``subsampling`` chooses some samples.
         loss_rows: The same for all samples, where columns were split by row; ``None`` if unknown.
         sample_ids: The sample of each entry of a tensor, where it was asked for; see ``owners.py``.
+        input_ids: The same of data that calls received; ``None`` if usual, or unknown.
         guessed: Tensors whose sample ids only lengths tell.
         are_moved: Whether any tensor may have its rows in another order than the model's
             input; ``None`` before it was asked for.
@@ -124,6 +125,7 @@ class GraphSurvey(Survey):
     loss_owners: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
     loss_rows: dict[tuple[Call, int], Tensor | None] = field(default_factory=dict)
     sample_ids: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
+    input_ids: dict[Call, Tensor | None] = field(default_factory=dict)
     guessed: set[tuple[Node, int]] = field(default_factory=set)
     are_moved: bool | None = None
     are_by_values: bool = False

@@ -1,6 +1,5 @@
 """Differentially private training with individual gradients."""
 
-from backpack_core.contract.bases import declare_only_computes
 from backpack_privacy.accounting import Accountant, Spent
 from backpack_privacy.clipping import AdaptiveClipping, Clipping
 from backpack_privacy.making import make_private
@@ -8,6 +7,7 @@ from backpack_privacy.private import Private
 from backpack_privacy.refusals import replace_batch_norm
 from backpack_privacy.release import Record
 from backpack_privacy.sampling import PrivateLoader
+from backpack_products.computing import declare_only_computes
 
 __all__ = [
     "Accountant",

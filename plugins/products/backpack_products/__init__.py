@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from backpack_core.contract.bases import declare_only_computes
 from backpack_core.errors import add_library_folder
+from backpack_products.computing import declare_only_computes
 
 if TYPE_CHECKING:
     from backpack_products.api import *  # noqa: F403

@@ -19,12 +19,12 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from backpack_core.contract.bases import only_computes
 from backpack_core.contract.propagator import Reading
 from backpack_core.discovery import discover
 from backpack_core.errors import PluginError
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import Claim, Provenance, choose, qualified_name
+from backpack_products.computing import only_computes
 
 R = TypeVar("R")
 _all: WeakSet[OpenFunction[Any]] = WeakSet()

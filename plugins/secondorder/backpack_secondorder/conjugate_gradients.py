@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from backpack_core.errors import BackpackError, ShapeError, UsageError
@@ -62,7 +63,8 @@ def conjugate_gradients(
     Raises:
         ConvergenceError: ``rtol`` is not reached.
         ShapeError: ``rhs`` is not a flat vector of the matrix's size.
-        UsageError: The matrix is not positive definite, or an argument has the wrong type.
+        UsageError: The matrix is not positive definite, the right side is not finite, or an
+            argument has the wrong type.
     """
     damping = check_damping(damping)
     if not hasattr(operator, "shape") or not hasattr(operator, "__matmul__"):
@@ -81,6 +83,15 @@ def conjugate_gradients(
             "preconditioner must be a function of a flat vector, such as lambda v: "
             f"factors.solve(v, damping). Got {type(preconditioner).__name__}."
         )
+    # Squares of small or large entries leave the range of numbers: they are divided by the largest.
+    size = rhs.detach().abs().amax() if len(rhs) else rhs.new_ones(())
+    if not size.isfinite():
+        raise UsageError(
+            "The right side of conjugate gradients is not finite: look for inf and nan in the loss "
+            "and in its gradients."
+        )
+    size = torch.where(size > 0, size, 1)
+    rhs = rhs / size
     precondition = preconditioner or (lambda vector: vector)
     x, residual = rhs.new_zeros(rhs.shape), rhs.clone()
     bound = rtol * float(rhs.norm())
@@ -115,4 +126,4 @@ def conjugate_gradients(
             f"rtol={rtol:.1e} was asked for: increase max_iterations or the damping, pass a "
             "preconditioner, or pass strict=False."
         )
-    return Solution(x, iterations, relative)
+    return Solution(x * size, iterations, relative)
