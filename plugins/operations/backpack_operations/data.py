@@ -166,9 +166,11 @@ def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picke
     _, values = torch.cat([_hashed(all_rows), _hashed(picked)]).unique(return_inverse=True)
     of_all, of_picked = values.cpu().split([len(all_rows), len(picked)])
     owners = owners.repeat_interleave(len(all_rows) // len(owners))
-    count, size = int(values.max()) + 1, len(all_rows)
+    count, size, most = int(values.max()) + 1, len(all_rows), int(owners.max())
     first = torch.full((count,), size, device="cpu")
     first = first.scatter_reduce(0, of_all, torch.arange(size, device="cpu"), "amin")
+    # Owners are in any order, if the user said which rows belong to which sample.
+    least = torch.full((count,), most, device="cpu").scatter_reduce(0, of_all, owners, "amin")
     last = torch.full((count,), -1, device="cpu").scatter_reduce(0, of_all, owners, "amax")
     rows = first[of_picked]
     if bool((rows == size).any()) or not all_rows[rows.to(all_rows.device)].equal(picked):
@@ -178,7 +180,7 @@ def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picke
     for axis in [*range(1, len(lead)), 0]:
         one = ids.narrow(axis, 0, 1)
         ids = one if (axis or one.numel() > 1) and bool((ids == one).all()) else ids
-    is_clear = bool((owners[rows] == last[of_picked]).all())
+    is_clear = bool((least == last)[of_picked].all())
     return Picked(ids, is_clear, rows, of_all, of_picked, owners)
 
 
