@@ -68,6 +68,11 @@ class CastRows:
         return self.inp[rows].to(self.dtype)
 
 
+def cast(inp: Rows, dtype: torch.dtype) -> Rows:
+    """Inputs in another dtype; those that are created, when they are."""
+    return inp.to(dtype) if isinstance(inp, Tensor) else CastRows(inp, dtype)
+
+
 class DirectRows(ABC):
     """Inputs with a kernel that computes ``M`` without creating the inputs of each position."""
 

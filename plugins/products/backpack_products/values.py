@@ -60,6 +60,22 @@ def rounding_unit(tensor: Any) -> float:
     return max(eps, _TF32) if is_short else eps
 
 
+# What is left of terms that cancel must exceed rounding by this factor, so that three digits are
+# right. The norm of a sum of independent positions does, up to 8,000 of them.
+_LEFT = 1e3
+
+
+def hidden(left: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where fewer than three digits are right of what is left of terms that cancel, as a mask.
+
+    Args:
+        left: Sums of the terms; not negative but for rounding.
+        most: The sums if no terms cancelled.
+        dtype: The precision in which the terms were added up.
+    """
+    return left < _LEFT * torch.finfo(dtype).eps * most
+
+
 def at_least_single(tensor: Tensor) -> Tensor:
     """The tensor, in single precision if it was in half precision."""
     return tensor.float() if is_half(tensor.dtype) else tensor
