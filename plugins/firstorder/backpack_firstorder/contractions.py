@@ -42,7 +42,7 @@ from backpack_products.multiply import multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import BAND, CACHE, READ, SHARED
-from backpack_products.values import hidden
+from backpack_products.values import is_lost
 
 # A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
@@ -228,14 +228,14 @@ def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
     limit, positions = torch.finfo(out.dtype), out.shape[2] ** 2
     least = lost.mul_(_DIGITS * limit.tiny * positions)
     is_kept = bool(((squares > least) & (squares < limit.max)).all())
-    if is_kept and not bool(hidden(squares, most.mul_(positions), out.dtype).any()):
+    if is_kept and not is_lost(squares, most, out.dtype, positions):
         return squares.double()
     if is_kept:
         result, most = squares.double(), aligned_norms(out, inp).square()
     else:
         squares, most, scale = _scaled_squares(out, inp)
         result = squares.double() * scale.double().square()
-    if bool(hidden(squares, most, out.dtype).any()):
+    if is_lost(squares, most, out.dtype):
         formed = moments(out, inp, sum_=False, square=False, norm_=True).norms
         assert formed is not None
         return formed.squares

@@ -34,7 +34,7 @@ from backpack_products.open_functions import OpenFunction
 from backpack_products.product import DenseProduct, SampleProduct
 from backpack_products.rows import Rows, cast
 from backpack_products.tuning import CACHE, READ, memory_budget
-from backpack_products.values import hidden
+from backpack_products.values import is_lost
 
 # Fewer features at a time than these make products of matrices too small to be fast.
 _FEATURES = 32
@@ -139,7 +139,9 @@ def _pairs_affine(
     is_cheaper = _is_cheaper_by_positions(out, inp, second.out, second.inp)
     if form == "positions" or (is_cheaper and form is None):
         factors = out, inp, second.out, second.inp
-        looks = out.dtype is second.out.dtype is torch.float32 and pairs_by_positions.takes(*factors)
+        looks = out.dtype is second.out.dtype is torch.float32 and pairs_by_positions.takes(
+            *factors
+        )
         return (pairs_by_positions if looks else _by_positions)(*factors)
     # The smaller set is formed again for each part of the larger one.
     other_out, other_inp = second.out, second.inp
@@ -168,7 +170,7 @@ def pairs_by_positions(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Row
     """:func:`_by_positions`, in double precision if digits may be lost."""
     wide = torch.float64
     left, right = (_left_over(*factors).amin() for factors in ((out, inp), (other_out, other_inp)))
-    if not bool(hidden(left * right, left.new_ones(()), out.dtype)):
+    if not is_lost(left * right, left.new_ones(()), out.dtype):
         return _by_positions(out, inp, other_out, other_inp)
     factors = out.to(wide), cast(inp, wide), other_out.to(wide), cast(other_inp, wide)
     return _by_positions(*factors).to(out.dtype)

@@ -23,7 +23,7 @@ from backpack_products.multiply import are_one_by_one, multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget, piece_size
-from backpack_products.values import hidden
+from backpack_products.values import is_lost
 
 
 def products(out: Tensor, inp: Rows) -> Tensor:
@@ -255,7 +255,8 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
         return out.new_zeros(columns, samples, columns, samples)
     if is_gram_of_positions_cheaper(out, inp):
         inp = whole(inp)
-        looks = out.dtype is torch.float32 and gram_by_positions.takes(out, inp)
+        looks = out.shape[2] > 1 and out.dtype is torch.float32
+        looks = looks and gram_by_positions.takes(out, inp)
         return (gram_by_positions if looks else _gram_by_positions)(out, inp)
     total = out.new_zeros(count, count)
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
@@ -289,7 +290,7 @@ def gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
     """:func:`gram` by positions, in double precision if digits are lost."""
     found, most = _gram_by_positions(out, inp), aligned_norms(out, inp).flatten()
     squares = found.view(len(most), -1).diagonal()
-    if not bool(hidden(squares, most.square(), out.dtype).any()):
+    if not is_lost(squares, most.square(), out.dtype):
         return found
     return _gram_by_positions(out.double(), inp.double()).to(out.dtype)
 

@@ -65,15 +65,22 @@ def rounding_unit(tensor: Any) -> float:
 _LEFT = 1e3
 
 
-def hidden(left: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where fewer than three digits are right of what is left of terms that cancel, as a mask.
+def above_rounding(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) -> Tensor:
+    """What is left of terms that cancel, less what it must be so that three digits are right.
 
     Args:
         left: Sums of the terms; not negative but for rounding.
         most: The sums if no terms cancelled.
         dtype: The precision in which the terms were added up.
+        count: A factor of ``most``, or of the rounding.
     """
-    return left < _LEFT * torch.finfo(dtype).eps * most
+    return torch.sub(left, most, alpha=_LEFT * torch.finfo(dtype).eps * count)
+
+
+def is_lost(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) -> bool:
+    """Whether any of the sums of :func:`above_rounding` may lack digits, or left the range."""
+    above = above_rounding(left, most, dtype, count)
+    return above.numel() > 0 and not bool(above.amin() >= 0)  # faster than a mask
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
