@@ -139,9 +139,9 @@ def _pairs_affine(
     is_cheaper = _is_cheaper_by_positions(out, inp, second.out, second.inp)
     if form == "positions" or (is_cheaper and form is None):
         factors = out, inp, second.out, second.inp
-        looks = out.dtype is second.out.dtype is torch.float32 and pairs_by_positions.takes(
-            *factors
-        )
+        looks = first.positions * second.positions > 1  # else nothing cancels
+        looks = looks and out.dtype is second.out.dtype is torch.float32
+        looks = looks and pairs_by_positions.takes(*factors)
         return (pairs_by_positions if looks else _by_positions)(*factors)
     # The smaller set is formed again for each part of the larger one.
     other_out, other_inp = second.out, second.inp
