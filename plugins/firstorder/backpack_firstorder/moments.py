@@ -14,9 +14,11 @@ from backpack_firstorder.scaled import wider
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
 from backpack_products import SampleProduct
+from backpack_products.affine import AffineProduct
 from backpack_products.host_functions import HostFunction
 from backpack_products.merging import OverBatches, Part
 from backpack_products.operations import batch_sum, square_sum
+from backpack_products.rows import Rows
 from backpack_products.values import is_lost
 
 
@@ -68,9 +70,10 @@ class Variance(SquaresExtension):
 
     Where gradients nearly agree, the difference loses digits. On the host, a check shows this, and
     both moments are computed in double precision: three digits are right if the standard deviation
-    is above 10⁻⁶ of the mean, and no value is negative. On other devices, in captured steps, and if
-    the value is differentiated, single precision gives three digits above 1/25 of the mean (of 128
-    samples), and rounding may leave a negative number.
+    is above 10⁻⁶ of the mean, and no value is negative. Over several batches, it must be above 10⁻⁴
+    of the mean. In single precision on other devices, if the value is differentiated, and for
+    convolutions and parameters with several uses in passes that are recorded and repeated, it must
+    be above 1/30 of the mean of 128 samples, and rounding may leave a negative number.
     """
 
     savefield = "variance"
@@ -85,26 +88,50 @@ class Variance(SquaresExtension):
 
 def _variance(product: SampleProduct) -> Tensor:
     """Second moment minus squared first moment, in double precision where digits are lost."""
-    samples = max(1, product.samples)  # without samples, zero
-    total, squares = batch_sum(product).squeeze(0), square_sum(product) / samples
-    found = torch.addcmul(squares, total, total, value=-1 / samples**2)
-    looks = product.like.dtype is torch.float32 and unless_hidden.takes(found, squares, product)
-    return unless_hidden(found, squares, product) if looks else found
+    total, squares = batch_sum(product).squeeze(0), square_sum(product)
+    if product.like.dtype is torch.float32:
+        factors = _factors(product)
+        if factors is not None and by_factors.takes(total, squares, *factors):
+            return by_factors(total, squares, *factors)
+        if factors is None and by_product.takes(total, squares, product):
+            return by_product(total, squares, product)
+    return _difference(total, squares, product.samples)
+
+
+def _difference(total: Tensor, squares: Tensor, samples: int) -> Tensor:
+    samples = max(1, samples)  # without samples, zero
+    return torch.addcmul(squares / samples, total, total, value=-1 / samples**2)
+
+
+def _factors(product: SampleProduct) -> tuple[Tensor, Rows] | None:
+    """Factors in the parameter's own order, those of a bias with inputs of one."""
+    if type(product) is not AffineProduct or product.arrange is not None:
+        return None
+    if product.inp is not None:
+        return product.factors(product.inp)
+    return product.out, product.out.new_ones(()).expand(*product.out.shape[1:4], 1)
 
 
 @HostFunction
-def unless_hidden(found: Tensor, squares: Tensor, product: SampleProduct) -> Tensor:
-    """Variances, or those in double precision if rounding may hide some of them.
+def by_factors(total: Tensor, squares: Tensor, out: Tensor, inp: Rows) -> Tensor:
+    """Variances from sums and sums of squares, or from factors; recorders see tensors."""
+    return by_product(total, squares, AffineProduct(out, inp, total.shape))
 
-    Rounding of each moment grows with the root of the number of samples at most.
+
+@HostFunction
+def by_product(total: Tensor, squares: Tensor, product: SampleProduct) -> Tensor:
+    """Variances from sums and sums of squares, or in double precision if rounding may hide some.
+
+    Rounding of the sums grows with the root of the number of samples at most.
     """
-    samples = max(1, product.samples)
-    if not is_lost(found, squares, found.dtype, samples**0.5):
+    samples = product.samples
+    found = _difference(total, squares, samples)
+    if not is_lost(found, squares, found.dtype, max(1, samples) ** -0.5):
         return found
     product = product.in_dtype(torch.float64)
     product.needs = frozenset(Variance.needs)
-    mean, squares = batch_sum(product).squeeze(0) / samples, square_sum(product) / samples
-    return (squares - mean.square()).clamp(min=0).to(found.dtype)
+    exact = _difference(batch_sum(product).squeeze(0), square_sum(product), samples)
+    return exact.clamp(min=0).to(found.dtype)
 
 
 class _Separate(OverBatches):

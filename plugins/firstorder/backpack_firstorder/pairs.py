@@ -38,7 +38,7 @@ from backpack_products.values import is_lost
 
 # Fewer features at a time than these make products of matrices too small to be fast.
 _FEATURES = 32
-# So many random directions on both sides show a norm to a factor that a threshold may be off by.
+# With so many random directions on both sides, one norm in 10,000 seems 25 times too small.
 _DIRECTIONS = 4
 
 
@@ -182,8 +182,10 @@ def _left_over(out: Tensor, inp: Rows) -> Tensor:
     if positions == 1:
         return out.new_ones(samples)
     random = torch.Generator().manual_seed(0)
-    right = torch.randn(inp.shape[3], _DIRECTIONS, generator=random)
-    left = torch.randn(out.shape[4], _DIRECTIONS, generator=random)
+    sizes = out.shape[4], inp.shape[3]
+    left, right = (
+        torch.randn(size, _DIRECTIONS, generator=random, dtype=out.dtype) for size in sizes
+    )
     found, most = [], aligned_norms(out, inp)[0]
     for rows in row_steps(inp, out.element_size()):
         met = _met_by_few(out[0, rows], left).mT @ _met_by_few(inp[rows], right)
