@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from backpack_core import Extension, backpack, extend
 from backpack_core.errors import RangeWarning
-from backpack_core.extensions import BatchDotGrad, BatchGrad, GradInner, Variance
+from backpack_core.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, GradInner, Variance
 from backpack_data import combined
 from backpack_firstorder import SampleGradients
 from backpack_firstorder.agreement import Agreement, agreement
@@ -144,3 +144,26 @@ def test_noise_that_rounding_hides() -> None:
     assert 0 <= float(scale) < 1e-6
     below = torch.full((2, 2), 1.0000001)
     assert Agreement(below - 2e-7 * torch.eye(2)).noise_scale == 0
+
+
+@pytest.mark.parametrize("rest", [1e-1, 1e-3])
+def test_passes_that_are_repeated(rest: float) -> None:
+    """What a recording does is what a pass does, also where digits are lost in patches."""
+    model = extend(nn.Conv1d(32, 64, 3, bias=False)).to(torch.float32)
+    inp = (torch.randn(8, 32, 1) + rest * torch.randn(8, 32, 10)).float()
+    out = (torch.randn(8, 64, 1) * torch.tensor([1.0, -1.0]).repeat(4)).float()
+    found = []
+    for kind in (BatchL2Grad, Variance):
+        values = []
+        for _ in range(20):
+            with backpack(kind()):
+                (model(inp) * out).sum().backward()
+            values.append(getattr(model.weight, kind.savefield).clone())
+        for value in values:
+            torch.testing.assert_close(value, values[0])
+        found.append(values[0].double())
+    each = formed(out.mT, inp.unfold(2, 3, 1).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found[0], each.square().sum((1, 2)), rtol=2e-3, atol=0)
+    expected = each.var(0, correction=0)
+    scale = expected.mean()
+    torch.testing.assert_close(found[1].flatten(1) / scale, expected / scale, rtol=0, atol=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from backpack_products import SampleProduct
 from backpack_products.affine import AffineProduct
 from backpack_products.host_functions import HostFunction
 from backpack_products.merging import OverBatches, Part
-from backpack_products.operations import batch_sum, square_sum
+from backpack_products.operations import as_formed, batch_sum, is_formed, square_sum
 from backpack_products.rows import Rows
+from backpack_products.scale import ScaleProduct
 from backpack_products.values import is_lost
 
 
@@ -71,9 +73,9 @@ class Variance(SquaresExtension):
     Where gradients nearly agree, the difference loses digits. On the host, a check shows this, and
     both moments are computed in double precision: three digits are right if the standard deviation
     is above 10⁻⁶ of the mean, and no value is negative. Over several batches, it must be above 10⁻⁴
-    of the mean. In single precision on other devices, if the value is differentiated, and for
-    convolutions and parameters with several uses in passes that are recorded and repeated, it must
-    be above 1/30 of the mean of 128 samples, and rounding may leave a negative number.
+    of the mean. On other devices, if the value is differentiated, and for tables of embeddings and
+    parameters that are used in several forms, it must be above 1/30 of the mean (of 128 samples),
+    and rounding may leave a negative number.
     """
 
     savefield = "variance"
@@ -89,12 +91,9 @@ class Variance(SquaresExtension):
 def _variance(product: SampleProduct) -> Tensor:
     """Second moment minus squared first moment, in double precision where digits are lost."""
     total, squares = batch_sum(product).squeeze(0), square_sum(product)
-    if product.like.dtype is torch.float32:
-        factors = _factors(product)
-        if factors is not None and by_factors.takes(total, squares, *factors):
-            return by_factors(total, squares, *factors)
-        if factors is None and by_product.takes(total, squares, product):
-            return by_product(total, squares, product)
+    factors = _factors(product) if product.like.dtype is torch.float32 else None
+    if factors is not None and looked_at.takes(total, squares, *factors):
+        return looked_at(total, squares, *factors)
     return _difference(total, squares, product.samples)
 
 
@@ -104,31 +103,30 @@ def _difference(total: Tensor, squares: Tensor, samples: int) -> Tensor:
 
 
 def _factors(product: SampleProduct) -> tuple[Tensor, Rows] | None:
-    """Factors in the parameter's own order, those of a bias with inputs of one."""
-    if type(product) is not AffineProduct or product.arrange is not None:
+    """Factors in the parameter's own order, those of offsets and gains with inputs of one."""
+    if type(product) is AffineProduct and product.arrange is None:
+        if product.inp is not None:
+            return product.factors(product.inp)
+        out = product.out
+    elif isinstance(product, ScaleProduct) or is_formed(product):
+        out = as_formed(product).part(slice(0, 1), slice(0, product.samples))
+        out = out.reshape(1, product.samples, 1, 1, prod(product.shape))
+    else:
         return None
-    if product.inp is not None:
-        return product.factors(product.inp)
-    return product.out, product.out.new_ones(()).expand(*product.out.shape[1:4], 1)
+    return out, out.new_ones(()).expand(*out.shape[1:4], 1)
 
 
 @HostFunction
-def by_factors(total: Tensor, squares: Tensor, out: Tensor, inp: Rows) -> Tensor:
-    """Variances from sums and sums of squares, or from factors; recorders see tensors."""
-    return by_product(total, squares, AffineProduct(out, inp, total.shape))
-
-
-@HostFunction
-def by_product(total: Tensor, squares: Tensor, product: SampleProduct) -> Tensor:
+def looked_at(total: Tensor, squares: Tensor, out: Tensor, inp: Rows) -> Tensor:
     """Variances from sums and sums of squares, or in double precision if rounding may hide some.
 
     Rounding of the sums grows with the root of the number of samples at most.
     """
-    samples = product.samples
+    samples = out.shape[1]
     found = _difference(total, squares, samples)
     if not is_lost(found, squares, found.dtype, max(1, samples) ** -0.5):
         return found
-    product = product.in_dtype(torch.float64)
+    product = AffineProduct(out, inp, total.shape).in_dtype(torch.float64)
     product.needs = frozenset(Variance.needs)
     exact = _difference(batch_sum(product).squeeze(0), square_sum(product), samples)
     return exact.clamp(min=0).to(found.dtype)

@@ -63,6 +63,7 @@ def rounding_unit(tensor: Any) -> float:
 # What is left of terms that cancel must exceed rounding by this factor, so that three digits are
 # right. The norm of a sum of independent positions does, up to 8,000 of them.
 _LEFT = 1e3
+_LOOKED_AT = 2**16  # numbers at a time
 
 
 def above_rounding(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) -> Tensor:
@@ -79,8 +80,11 @@ def above_rounding(left: Tensor, most: Tensor, dtype: torch.dtype, count: float 
 
 def is_lost(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) -> bool:
     """Whether any of the sums of :func:`above_rounding` may lack digits, or left the range."""
-    above = above_rounding(left, most, dtype, count)
-    return above.numel() > 0 and not bool(above.amin() >= 0)  # faster than a mask
+    if not left.numel():
+        return False
+    parts = zip(left.flatten().split(_LOOKED_AT), most.flatten().split(_LOOKED_AT), strict=True)
+    # A minimum is faster than a mask, and parts need no fresh memory.
+    return any(not above_rounding(*part, dtype, count).amin() >= 0 for part in parts)
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
