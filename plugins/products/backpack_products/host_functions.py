@@ -112,6 +112,6 @@ def _put_together(form: Any, tensors: list[Tensor]) -> Any:
     parts = [_put_together(part, tensors) for part in form.parts]
     if not form.names:
         return tuple(parts)
-    made = object.__new__(form.kind)
+    made: Any = object.__new__(form.kind)
     vars(made).update(zip(form.names, parts, strict=True))
     return made
