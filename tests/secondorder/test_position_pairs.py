@@ -72,3 +72,18 @@ def test_where_pairs_cost_more(taken: list[int]) -> None:
     problem().run(DiagGGNExact(chunk_size=4), check="never")
     problem().run(DiagGGNExact(), SqrtGGNExact(), check="never")  # there, products exist anyway
     assert not taken
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e2, 1e4])
+@pytest.mark.parametrize("positions", [4, 16])
+def test_positions_that_cancel(positions: int, mean: float) -> None:
+    """Columns add up to nothing over positions, as for keys of attention, and inputs are alike."""
+    out = torch.randn(32, 8, positions, 2, 6)
+    out = (out - out.mean(2, keepdim=True)).float()
+    inp = (torch.randn(8, positions, 2, 5) + mean).float()
+    each = contractions.products(out.double(), inp.double()).square().sum(0)
+    with torch.no_grad():
+        found = [position_pairs.by_pairs(out, inp, is_summed=i == 0) for i in (0, 1)]
+    for mine, expected in zip(found, (each.sum(0, keepdim=True), each), strict=True):
+        scale = expected.mean((2, 3), keepdim=True)
+        torch.testing.assert_close(mine.double() / scale, expected / scale, rtol=0, atol=1e-3)

@@ -47,7 +47,8 @@ class Agreement:
         ``Σ`` is the covariance of an individual gradient and ``G`` its expectation; numerator and
         denominator are estimated without bias. The gradient of a batch of about this size has as
         much signal as noise (McCandlish et al., 2018, arXiv:1812.06162, appendix A.1). The value is
-        infinite if the batch shows no signal.
+        infinite if the batch shows no signal. It is a difference of inner products: in single
+        precision, it is right to 10⁻⁶ samples, and zero where rounding leaves less than nothing.
 
         Raises:
             ShapeError: The batch has one gradient, which says nothing about noise.
@@ -61,7 +62,8 @@ class Agreement:
         mean = self.gram.mean()  # ‖ḡ‖²
         noise = (self.gram.diagonal().sum() - samples * mean) / (samples - 1)
         signal = mean - noise / samples
-        return torch.where(signal > 0, noise / signal, torch.full_like(signal, torch.inf))
+        noisy = (noise / signal).clamp(min=0)
+        return torch.where(signal > 0, noisy, torch.inf)
 
 
 def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:

@@ -26,6 +26,7 @@ from backpack_firstorder.scaled import (
 from backpack_products.contractions import (
     add,
     add_squares,
+    aligned_norms,
     form,
     is_column,
     is_empty,
@@ -41,11 +42,10 @@ from backpack_products.multiply import multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import BAND, CACHE, READ, SHARED
+from backpack_products.values import is_lost
 
 # A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
-# And that of positions that cancel by this one: three digits. Independent ones pass up to 8,000.
-LEFT = 1e3
 
 
 def moments(
@@ -227,29 +227,19 @@ def squares_by_gram(out: Tensor, inp: Rows) -> Tensor:
             squares[number, rows] = _met(pairs, seen).view(count, -1).sum(1)
     limit, positions = torch.finfo(out.dtype), out.shape[2] ** 2
     least = lost.mul_(_DIGITS * limit.tiny * positions)
-    is_kept, left_over = bool(((squares > least) & (squares < limit.max)).all()), LEFT * limit.eps
-    if is_kept and bool((squares > most.mul_(left_over * positions)).all()):
+    is_kept = bool(((squares > least) & (squares < limit.max)).all())
+    if is_kept and not is_lost(squares, most, out.dtype, positions):
         return squares.double()
     if is_kept:
-        result, most = squares.double(), torch.cat([*_aligned_norms(out, inp)], 1).square()
+        result, most = squares.double(), aligned_norms(out, inp).square()
     else:
         squares, most, scale = _scaled_squares(out, inp)
         result = squares.double() * scale.double().square()
-    if bool((squares < left_over * most).any()):
+    if is_lost(squares, most, out.dtype):
         formed = moments(out, inp, sum_=False, square=False, norm_=True).norms
         assert formed is not None
         return formed.squares
     return result
-
-
-def _aligned_norms(out: Tensor, inp: Rows) -> Iterator[Tensor]:
-    """Norms if all positions had one direction, for some samples at a time, ``[V, n]``."""
-    for rows in row_steps(inp, out.element_size()):
-        right, found = _by_group(inp[rows]).norm(dim=2), list[Tensor]()
-        for column in out[:, rows]:
-            each = (_by_group(column).norm(dim=2) * right).sum(1)
-            found.append(each.view(len(column), -1).norm(dim=1))
-        yield torch.stack(found)
 
 
 def _grams(inp: Rows, itemsize: int) -> Iterator[tuple[slice, list[Tensor]]]:

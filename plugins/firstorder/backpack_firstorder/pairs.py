@@ -2,6 +2,10 @@
 
 The sets are never formed as a whole. Each pair of forms has its own method. If it has several, the
 one with fewer multiply-adds is used, unless the caller chooses.
+
+Where the positions of a gradient cancel, inner products of positions are much larger than their
+sum, and rounding in them may hide it. On the host, in single precision, an estimate of the norms
+shows this, and inner products are then computed in double precision.
 """
 
 from __future__ import annotations
@@ -16,15 +20,26 @@ from torch import Tensor
 from backpack_core.errors import UsageError
 from backpack_firstorder.plain import plain_terms
 from backpack_products.affine import AffineProduct
-from backpack_products.contractions import is_empty, pieces, products, row_steps, slices
+from backpack_products.contractions import (
+    aligned_norms,
+    is_empty,
+    pieces,
+    products,
+    row_steps,
+    slices,
+)
+from backpack_products.host_functions import HostFunction
 from backpack_products.lookup import LookupProduct
 from backpack_products.open_functions import OpenFunction
 from backpack_products.product import DenseProduct, SampleProduct
-from backpack_products.rows import Rows
+from backpack_products.rows import Rows, cast
 from backpack_products.tuning import CACHE, READ, memory_budget
+from backpack_products.values import is_lost
 
 # Fewer features at a time than these make products of matrices too small to be fast.
 _FEATURES = 32
+# With so many random directions on both sides, one norm in 10,000 seems 25 times too small.
+_DIRECTIONS = 4
 
 
 Pairing: TypeAlias = Literal["positions", "formed"]
@@ -123,7 +138,11 @@ def _pairs_affine(
         return None
     is_cheaper = _is_cheaper_by_positions(out, inp, second.out, second.inp)
     if form == "positions" or (is_cheaper and form is None):
-        return _by_positions(out, inp, second.out, second.inp)
+        factors = out, inp, second.out, second.inp
+        looks = first.positions * second.positions > 1  # else nothing cancels
+        looks = looks and out.dtype is second.out.dtype is torch.float32
+        looks = looks and pairs_by_positions.takes(*factors)
+        return (pairs_by_positions if looks else _by_positions)(*factors)
     # The smaller set is formed again for each part of the larger one.
     other_out, other_inp = second.out, second.inp
     if first.samples * first.positions < second.samples * second.positions:
@@ -144,6 +163,41 @@ def _is_cheaper_by_positions(out: Tensor, inp: Rows, other: Tensor, other_inp: R
     single = groups * features * size
     formed = samples * positions + count * others + samples * count + (samples + count) * READ
     return met < formed * single
+
+
+@HostFunction
+def pairs_by_positions(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
+    """:func:`_by_positions`, in double precision if digits may be lost."""
+    wide = torch.float64
+    left, right = (_left_over(*factors).amin() for factors in ((out, inp), (other_out, other_inp)))
+    if not is_lost(left * right, left.new_ones(()), out.dtype):
+        return _by_positions(out, inp, other_out, other_inp)
+    factors = out.to(wide), cast(inp, wide), other_out.to(wide), cast(other_inp, wide)
+    return _by_positions(*factors).to(out.dtype)
+
+
+def _left_over(out: Tensor, inp: Rows) -> Tensor:
+    """About which share of a norm is left after positions cancel, ``[N]``; one for zeros."""
+    samples, positions = out.shape[1:3]
+    if positions == 1:
+        return out.new_ones(samples)
+    random = torch.Generator().manual_seed(0)
+    sizes = out.shape[4], inp.shape[3]
+    left, right = (
+        torch.randn(size, _DIRECTIONS, generator=random, dtype=out.dtype) for size in sizes
+    )
+    found, most = [], aligned_norms(out, inp)[0]
+    for rows in row_steps(inp, out.element_size()):
+        met = _met_by_few(out[0, rows], left).mT @ _met_by_few(inp[rows], right)
+        found.append(met.view(rows.stop - rows.start, -1).norm(dim=1))
+    share = torch.cat(found) / _DIRECTIONS / most
+    return torch.where(most > 0, share, 1.0)
+
+
+def _met_by_few(factor: Tensor, directions: Tensor) -> Tensor:
+    """Inner products of ``[n, S, G, I]`` with directions ``[I, K]``. Shape ``[n · G, S, K]``."""
+    met = directions.T @ factor.reshape(-1, len(directions)).T  # faster than with few columns
+    return met.view(-1, *factor.shape[:3]).permute(1, 3, 2, 0).flatten(0, 1)
 
 
 def _by_positions(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:

@@ -46,6 +46,7 @@ from backpack_products.product import DenseProduct, SampleProduct, SumProduct
 from backpack_products.rows import Rows
 from backpack_products.scale import ScaleProduct
 from backpack_products.tuning import READ, SUMMED
+from backpack_products.values import above_rounding
 
 
 @Operation
@@ -206,11 +207,11 @@ def with_formed(squares: Tensor, most: Tensor, scale: Tensor, product: SamplePro
 
     ``most`` has the squares if all parts had one direction.
     """
-    hidden = squares < contractions.LEFT * torch.finfo(product.like.dtype).eps * most
-    if not bool(hidden.any()):
+    is_lost = ~(above_rounding(squares, most, product.like.dtype) >= 0)
+    if not bool(is_lost.any()):
         return squares
     squares = squares.clone()
-    for sample in hidden.any(0).nonzero().flatten().tolist():
+    for sample in is_lost.any(0).nonzero().flatten().tolist():
         some = slice(sample, sample + 1)
         formed = product.part(slice(0, product.columns), some)
         squares[:, some] = vector_norm(formed / spread(scale[:, some], formed.dim()), 2).squared()

@@ -18,10 +18,12 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from backpack_products.host_functions import HostFunction
 from backpack_products.multiply import are_one_by_one, multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget, piece_size
+from backpack_products.values import is_lost
 
 
 def products(out: Tensor, inp: Rows) -> Tensor:
@@ -242,13 +244,20 @@ def square_norm_of(mat: Tensor) -> Tensor:
 
 
 def gram(out: Tensor, inp: Rows) -> Tensor:
-    """``⟨M[v, n], M[w, m]⟩``, without forming ``M`` if that is cheaper. Shape ``[V, N, V, N]``."""
+    """``⟨M[v, n], M[w, m]⟩``, without forming ``M`` if that is cheaper. Shape ``[V, N, V, N]``.
+
+    Where positions cancel, inner products of positions lose digits relative to the norms of ``M``.
+    On the host, a check shows this in single precision, and they are computed in double precision.
+    """
     columns, samples, _, groups, features = out.shape
     size, count = inp.shape[3], columns * samples
     if is_empty(out, inp):
         return out.new_zeros(columns, samples, columns, samples)
     if is_gram_of_positions_cheaper(out, inp):
-        return _gram_by_positions(out, inp[:])
+        inp = whole(inp)
+        looks = out.shape[2] > 1 and out.dtype is torch.float32
+        looks = looks and gram_by_positions.takes(out, inp)
+        return (gram_by_positions if looks else _gram_by_positions)(out, inp)
     total = out.new_zeros(count, count)
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
     for start in range(0, features, step):
@@ -264,6 +273,26 @@ def is_gram_of_positions_cheaper(out: Tensor, inp: Rows) -> bool:
     rows, pairs = samples * positions, (count * positions) ** 2
     is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
     return is_cheaper and pairs * out.element_size() <= memory_budget()
+
+
+def aligned_norms(out: Tensor, inp: Rows) -> Tensor:
+    """The norms of ``M`` if all positions had one direction. Shape ``[V, N]``."""
+    found = []
+    for rows in row_steps(inp, out.element_size()):
+        right = inp[rows].norm(dim=3)  # [n, S, G]
+        each = [(column.norm(dim=3) * right).sum(1).norm(dim=1) for column in out[:, rows]]
+        found.append(torch.stack(each))
+    return torch.cat(found, 1)
+
+
+@HostFunction
+def gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
+    """:func:`gram` by positions, in double precision if digits are lost."""
+    found, most = _gram_by_positions(out, inp), aligned_norms(out, inp).flatten()
+    squares = found.view(len(most), -1).diagonal()
+    if not is_lost(squares, most.square(), out.dtype):
+        return found
+    return _gram_by_positions(out.double(), inp.double()).to(out.dtype)
 
 
 def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ one answer for good. A :class:`HostFunction` is a single operation in it, and lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from string import ascii_lowercase
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backpack_products._torch import is_on_host, reads_are_recorded
+from backpack_products.rows import is_made, tensors_behind
 
 NAMESPACE: Final = "backpack"
 _LOCK = Lock()
@@ -24,25 +25,39 @@ class HostFunction:
     """A function of tensors, which reads values on the host.
 
     It must depend on its arguments only, must not change them, and must return a tensor with memory
-    of its own. A recorder with ``runs_host_functions`` sees one operation of torch,
-    ``backpack::name``; one with ``reads_are_assumptions`` sees what the function does.
+    of its own. Arguments are tensors, or inputs that are created from tensors; with any others it
+    is not called while a pass is recorded. A recorder with ``runs_host_functions`` sees one
+    operation of torch, ``backpack::name``; one with ``reads_are_assumptions`` sees what the
+    function does.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
         self._library: torch.library.Library | None = None  # the operation ends with it
+        self._forms = list[Any]()  # what recorded calls have besides tensors
         self.__doc__ = function.__doc__
 
     def takes(self, *values: Any) -> bool:
         """Whether it may be called with these values: they are on the host, without a graph."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        tensors = [tensor for value in values for tensor in tensors_behind(value)]
         if torch.is_grad_enabled() or not is_on_host(*tensors, allowed="runs_host_functions"):
             return False
-        return len(tensors) == len(values) or not self._is_operator
+        return not self._is_operator or all(isinstance(v, Tensor) or is_made(v) for v in values)
 
     def __call__(self, *values: Any) -> Tensor:
         """The function's result."""
-        return self._operator(*values) if self._is_operator else self._function(*values)
+        if not self._is_operator:
+            return self._function(*values)
+        tensors: list[Tensor] = []
+        form = _form_of(values, tensors)
+        with _LOCK:
+            if form not in self._forms:
+                self._forms.append(form)
+            number = self._forms.index(form)
+        return self._operator(tensors, number)
+
+    def _run(self, tensors: list[Tensor], number: int) -> Tensor:
+        return self._function(*_put_together(self._forms[number], tensors))
 
     @property
     def _is_operator(self) -> bool:
@@ -53,10 +68,50 @@ class HostFunction:
         name = self._function.__name__
         with _LOCK:
             if self._library is None:
-                count = self._function.__code__.co_argcount
-                arguments = ", ".join([f"Tensor {letter}" for letter in ascii_lowercase[:count]])
                 self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
-                self._library.define(f"{name}({arguments}) -> Tensor")
-                self._library.impl(name, self._function, "CPU")
+                self._library.define(f"{name}(Tensor[] values, int form) -> Tensor")
+                self._library.impl(name, self._run, "CPU")
         operator: Callable[..., Tensor] = getattr(torch.ops.backpack, name).default
         return operator
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Stands for a tuple, or for an object with attributes, that has tensors."""
+
+    kind: type
+    names: tuple[str, ...]
+    parts: tuple[Any, ...]
+
+
+def _form_of(value: Any, tensors: list[Tensor]) -> Any:
+    """A value with numbers instead of tensors, which are appended to a list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if not tensors_behind(value):
+        return value
+    own = {} if isinstance(value, tuple) else vars(value)
+    parts = tuple(_form_of(part, tensors) for part in (own.values() if own else value))
+    return _Made(type(value), tuple(own), parts)
+
+
+def _put_together(form: Any, tensors: list[Tensor]) -> Any:
+    """A value from its form and its tensors."""
+    if isinstance(form, _Place):
+        return tensors[form.number]
+    if not isinstance(form, _Made):
+        return form
+    parts = [_put_together(part, tensors) for part in form.parts]
+    if not form.names:
+        return tuple(parts)
+    made: Any = object.__new__(form.kind)
+    vars(made).update(zip(form.names, parts, strict=True))
+    return made

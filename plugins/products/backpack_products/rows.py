@@ -33,9 +33,13 @@ def tensors_behind(inp: Any) -> list[Tensor]:
     """The tensors that inputs are, or that they are created from."""
     if isinstance(inp, Tensor):
         return [inp]
-    is_made = hasattr(inp, "shape") and hasattr(inp, "__dict__")
-    inner = inp if isinstance(inp, tuple) else vars(inp).values() if is_made else ()
+    inner = inp if isinstance(inp, tuple) else vars(inp).values() if is_made(inp) else ()
     return [tensor for item in inner for tensor in tensors_behind(item)]
+
+
+def is_made(inp: Any) -> bool:
+    """Whether a value may be inputs that are created from tensors among its attributes."""
+    return hasattr(inp, "__getitem__") and hasattr(inp, "shape") and hasattr(inp, "__dict__")
 
 
 class JoinedRows:
@@ -66,6 +70,11 @@ class CastRows:
     def __getitem__(self, rows: slice, /) -> Tensor:
         """The inputs of some samples."""
         return self.inp[rows].to(self.dtype)
+
+
+def cast(inp: Rows, dtype: torch.dtype) -> Rows:
+    """Inputs in another dtype; those that are created, when they are."""
+    return inp.to(dtype) if isinstance(inp, Tensor) else CastRows(inp, dtype)
 
 
 class DirectRows(ABC):

@@ -60,6 +60,33 @@ def rounding_unit(tensor: Any) -> float:
     return max(eps, _TF32) if is_short else eps
 
 
+# What is left of terms that cancel must exceed rounding by this factor, so that three digits are
+# right. The norm of a sum of independent positions does, up to 8,000 of them.
+_LEFT = 1e3
+_LOOKED_AT = 2**16  # numbers at a time
+
+
+def above_rounding(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) -> Tensor:
+    """What is left of terms that cancel, less what it must be so that three digits are right.
+
+    Args:
+        left: Sums of the terms; not negative but for rounding.
+        most: The sums if no terms cancelled.
+        dtype: The precision in which the terms were added up.
+        count: A factor of ``most``, or of the rounding.
+    """
+    return torch.sub(left, most, alpha=_LEFT * torch.finfo(dtype).eps * count)
+
+
+def is_lost(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) -> bool:
+    """Whether any of the sums of :func:`above_rounding` may lack digits, or left the range."""
+    if not left.numel():
+        return False
+    parts = zip(left.flatten().split(_LOOKED_AT), most.flatten().split(_LOOKED_AT), strict=True)
+    # A minimum is faster than a mask, and parts need no fresh memory.
+    return any(not above_rounding(*part, dtype, count).amin() >= 0 for part in parts)
+
+
 def at_least_single(tensor: Tensor) -> Tensor:
     """The tensor, in single precision if it was in half precision."""
     return tensor.float() if is_half(tensor.dtype) else tensor

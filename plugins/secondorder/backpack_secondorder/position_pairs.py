@@ -4,6 +4,10 @@
 
 On the right side, columns occur only in the sum in brackets, which does not contain ``inp``.
 A timing is in ``docs/design/products.md``.
+
+Where positions cancel, as for keys of attention with inputs far from zero, pairs are larger than
+their sum, and rounding may hide it. On the host, a check shows this in single precision, and the
+left side is computed.
 """
 
 from __future__ import annotations
@@ -11,15 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_products import SampleProduct
+from backpack_products import SampleProduct, contractions
 from backpack_products.affine import AffineProduct, reads_formed
 from backpack_products.contractions import slices
+from backpack_products.host_functions import HostFunction
 from backpack_products.open_functions import Operation
 from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_products.recycled import taken_zeros
 from backpack_products.rows import Rows
 from backpack_products.tuning import CACHE, memory_budget, piece_size
-from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
+from backpack_products.values import is_lost
+from backpack_secondorder import sample_squares
 
 # Cost of a multiply-add in the small products over columns, and of an entry that is copied or
 # multiplied for a pair; the unit is a multiply-add of a large product.
@@ -84,10 +90,10 @@ def by_pairs(out: Tensor, inp: Rows, is_summed: bool = True) -> Tensor:
     """
     _, samples, positions, groups, features = out.shape
     size = inp.shape[3]
-    result = taken_zeros(out, (1 if is_summed else samples, groups, features, size))
-    first, second = torch.triu_indices(positions, positions, device=out.device)
+    shape = (1 if is_summed else samples, groups, features, size)
+    result, own = taken_zeros(out, shape), out.new_zeros(shape)
+    first, second = torch.triu_indices(positions, positions, 1, device=out.device)
     places = first * positions + second
-    twice = torch.where(first == second, 1, 2).to(out.dtype)
     step = max(1, piece_size(CACHE) // (2 * groups * size * out.element_size()))
     for n in range(samples):
         rows = slice(n, n + 1)
@@ -96,6 +102,26 @@ def by_pairs(out: Tensor, inp: Rows, is_summed: bool = True) -> Tensor:
         kernel = (left @ left.mT).view(groups, features, positions**2)
         target = result[0 if is_summed else n]
         for some in slices(len(places), step):
-            weights = kernel[:, :, places[some]].mul_(twice[some])
-            target.baddbmm_(weights, right[:, first[some]].mul_(right[:, second[some]]))
-    return result
+            weights = kernel[:, :, places[some]]
+            target.baddbmm_(weights, right[:, first[some]].mul_(right[:, second[some]]), alpha=2)
+        own[0 if is_summed else n].baddbmm_(kernel[:, :, :: positions + 1], right.square())
+    looks = out.dtype is torch.float32 and unless_lost.takes(result, own, out, inp)
+    return unless_lost(result, own, out, inp) if looks else result.add_(own)
+
+
+@HostFunction
+def unless_lost(others: Tensor, own: Tensor, out: Tensor, inp: Rows) -> Tensor:
+    """The sum over all pairs, or the left side if digits are lost.
+
+    Args:
+        others: The sum over pairs of different positions, of each sample or of all.
+        own: That of positions with themselves, which times their number is a bound.
+        out: Columns at the output.
+        inp: What the weight multiplies.
+    """
+    found, (samples, positions) = others + own, out.shape[1:3]
+    if not is_lost(found, own, out.dtype, positions):
+        return found
+    if len(found) == samples:
+        return sample_squares.contracted(out, inp)
+    return contractions.square_sum(out, inp).unsqueeze(0)
