@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
@@ -152,7 +152,8 @@ class ModelRun(Run):
         inputs: Its input tensors.
         rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
         modes: The classes of modes around it that may replace functions of torch.
-        made: Results of layers without a graph. Values tell which rows come from which.
+        made: Results of layers without a graph that no further layer received. Values tell which
+            rows come from which.
     """
 
     memories: dict[int, SampleLayout]
@@ -169,7 +170,7 @@ class ModelRun(Run):
         self.modes = tuple([kind for kind in modes() if getattr(kind, "replaces", True)])
         self._passed: list[object] = []  # keeps the memories of results from being reused
         self.made = []
-        self._last: tuple[object, object] = None, None  # where the last result lies; held
+        self._last: tuple[Tensor, Sums | None] | None = None  # the last result, and its source
         sizes: list[int] = []
         for path, tensor in placed:
             self.has_computed_input |= tensor.grad_fn is not None
@@ -213,11 +214,7 @@ class ModelRun(Run):
         tensors = [tensor for tensor in tensors if has_memory(tensor)]
         results = [result for result in results if has_memory(result)]
         for result in filter(has_rows, results):
-            source = self._source(tensors)
-            if result.dim() > 3:  # pixels of images become rows
-                self.made.append(Made(sums_of_pixels(result), source))
-            self.made.append(Made(sums_of(result), source))
-            self._last = (memory_of(result), layout_of(result, 0)), hold_address(result)
+            self._last = result, self._source(tensors)
         for tensor, layout in self._sharing(tensors):
             for result in results:
                 found = layout.passed_on(tensor, result)
@@ -226,16 +223,30 @@ class ModelRun(Run):
                     self._passed.append(hold_address(result))
 
     def _source(self, tensors: Sequence[Tensor]) -> Sums | None:
-        """The rows of what a layer received; ``None`` if there is one of each sample."""
-        tensor = next(filter(has_rows, tensors), None)
+        """The rows of what a layer received; ``None`` if there is one of each sample.
+
+        If it received the last result, its rows come from where that result's came from.
+        """
+        tensor, last = next(filter(has_rows, tensors), None), self._last
+        if last is not None and tensor is not None and _lie_together(tensor, last[0]):
+            return last[1]
+        self._add_up()
         layout = None if tensor is None else self.memories.get(memory_of(tensor))
-        if tensor is None or (layout is not None and layout.axis_in(tensor) == 0):
-            return None
-        is_last = self._last[0] == (memory_of(tensor), layout_of(tensor, 0))
-        return self.made[-1].sums if is_last else sums_of(tensor)
+        is_known = tensor is None or (layout is not None and layout.axis_in(tensor) == 0)
+        return None if tensor is None or is_known else sums_of(tensor)
+
+    def _add_up(self) -> None:
+        """Add up the rows of the last result, which no further layer received, and let it go."""
+        if self._last is not None:
+            result, source = self._last
+            if result.dim() > 3:  # pixels of images become rows
+                self.made.append(Made(sums_of_pixels(result), source))
+            self.made.append(Made(sums_of(result), source))
+            self._last = None
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
         """Note what the model returned; see :func:`returned`."""
+        self._add_up()
         if not self.sizes:
             return
         for tensor in results:
@@ -289,9 +300,16 @@ def hold_address(tensor: Tensor) -> object:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def _lie_together(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same entries of one memory."""
+    is_same = memory_of(tensor) == memory_of(other)
+    return is_same and layout_of(tensor, 0) == layout_of(other, 0)
+
+
 def has_rows(tensor: Tensor) -> bool:
-    """Whether a tensor has rows of numbers that are seldom equal."""
-    return tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > 0
+    """Whether a tensor has rows of numbers that are seldom equal; not a tensor of another kind."""
+    is_plain = type(tensor) in (Tensor, Parameter)  # others may have no bits to add up
+    return is_plain and tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > 0
 
 
 def depth_of(tensor: Tensor) -> int:
@@ -306,20 +324,30 @@ def can_add(tensor: Tensor, depth: int, unit: int) -> bool:
 
 
 def sums_of(tensor: Tensor, depth: int = 0, unit: int = 0) -> Sums:
-    """The sum of the bits of each row, which is the same in any order."""
+    """The sum of the bits of each row."""
     depth, rows = depth or depth_of(tensor), tensor.detach() if tensor.requires_grad else tensor
     rows = rows if rows.is_contiguous() else rows.contiguous()  # each call takes its time
     rows = rows.flatten(-depth) if depth > 1 else rows
     size = rows.element_size()
     # Fewer and longer integers are faster.
     unit = unit or (size if rows.shape[-1] * size % 8 else 8)
-    return Sums(rows.view(_BITS[unit]).sum(-1), depth, unit)
+    return Sums(_added(rows.view(_BITS[unit]), -1), depth, unit)
 
 
 def sums_of_pixels(images: Tensor) -> Sums:
     """The same for ``[N, C, H, W]``, of which ``C`` numbers are a row."""
     size = images.element_size()
-    return Sums(images.view(_BITS[size]).sum(1), 1, size)
+    return Sums(_added(images.view(_BITS[size]), 1), 1, size)
+
+
+def _added(bits: Tensor, axis: int) -> Tensor:
+    """Sums along an axis; those of short integers with the first one, as few sums are different.
+
+    Adding short integers up in long ones takes five times as long.
+    """
+    if bits.dtype is torch.int64:
+        return bits.sum(axis)
+    return (bits.sum(axis, dtype=torch.int32).long() << 32) + bits.select(axis, 0)
 
 
 def is_by_sample(tensor: Tensor, *sizes: int) -> bool:
