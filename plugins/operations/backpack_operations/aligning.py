@@ -19,7 +19,7 @@ from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
-from backpack_operations.carried_ids import is_of_buffers
+from backpack_operations.entering_ids import is_of_buffers
 from backpack_operations.of_weights import Origins
 from backpack_operations.order import children_of, reached
 from backpack_operations.owners import Owners

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory, memory_of
+from backpack_core._torch import Node
 from backpack_core.graph import is_leaf
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.models import Run
 from backpack_operations import nodes, sample_ids
 from backpack_operations._torch import CopyNode
-from backpack_operations.batch import declared_axis, is_doubtful
-from backpack_operations.data import Note, of_data
+from backpack_operations.batch import declared_axis
+from backpack_operations.entering_ids import EnteringIds
 from backpack_operations.nodes import NodeOutput
-from backpack_operations.of_weights import Origins
-from backpack_operations.received import is_returned, memories_of_buffers
+from backpack_operations.received import is_returned
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.tensor_lists import is_packed
@@ -32,37 +29,19 @@ from backpack_products.substitutes import is_parameter
 from backpack_products.values import is_symbolic
 
 
-class CarriedIds:
-    """The sample of each entry of any tensor of a graph; each tensor is looked at once.
-
-    Attributes:
-        samples: ``[0, ..., N - 1]``.
-    """
+class CarriedIds(EnteringIds):
+    """The sample of each entry of any tensor of a graph; each tensor is looked at once."""
 
     def __init__(self, survey: GraphSurvey) -> None:
-        self._survey = survey
-        self._origins = Origins(survey)
-        self._entries: dict[Node, SampleIds | None] = {}
-        self._by_length: set[Node] = set()  # entries whose ids only lengths tell
+        super().__init__(survey)
         self._assumed: set[NodeOutput] = set()  # where the user's index was taken to be meant
         self._joined: set[NodeOutput] = set()  # where it was not, as rows were joined in any order
-
-    @cached_property
-    def samples(self) -> Tensor:
-        """The numbers of all samples, ``[N]``."""
-        return torch.arange(self._survey.batch_size, device="cpu")
 
     @cached_property
     def are_known(self) -> bool:
         """Whether ids can be carried at all: not where tensors are symbolic."""
         alive = (key for key in self._survey.sites if not key[0].is_released)
         return not any(is_symbolic(call.stored.outputs[index]) for call, index in alive)
-
-    @property
-    def input_rows(self) -> Tensor:
-        """The sample of each row that a model received: one row each, unless the user said so."""
-        told = self._survey.told
-        return self.samples if told is None else told.rows
 
     def at(self, output: NodeOutput) -> SampleIds | None:
         """The sample of each entry of an output of a node; ``None`` if that is unknown."""
@@ -405,134 +384,6 @@ class CarriedIds:
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
         return along(ids.flatten(), axis, shape) if is_there else None
 
-    def of_input(self, call: Call) -> SampleIds | None:
-        """The ids of data that a module received; ``None`` if usual, or unknown."""
-        known = self._survey.input_ids
-        if call not in known:
-            of_rows = self._of_made_rows if call in self._of_made_rows else [call]
-            found = {each: self._find(each) for each in of_rows}
-            is_known = len(of_rows) < 2 or not any(ids is None for ids in found.values())
-            known.update(found if is_known else dict.fromkeys(found))
-        return known[call]
-
-    def _find(self, call: Call) -> SampleIds | None:
-        inputs, survey = call.stored.inputs, self._survey
-        is_other = declared_axis(call) or survey.told is not None or survey.depth is not None
-        is_first = call.receives_input > 1 and inputs[0].shape[:1] == self.samples.shape
-        is_usual = not inputs or (is_first and not is_other) or is_of_buffers(call)
-        note = partial(survey.compared.__setitem__, call)
-        return None if is_usual else self._of_tensor(inputs[0], note, call)
-
-    @cached_property
-    def _of_made_rows(self) -> list[Call]:
-        """Calls that received rows of what layers made, joined or picked.
-
-        If the samples of some are not known, as those of equal rows, operations behind may still
-        know all of them: they put tokens of experts back by an index.
-        """
-        return [
-            call
-            for call, _ in self._survey.received
-            if call.run.made
-            and not (call.receives_input or any(call.edges[:1]) or call.rule.is_loss)
-        ]
-
-    # Data -----------------------------------------------------------------------------------------
-
-    def _of_tensor(self, data: Tensor, note: Note, call: Call | None = None) -> SampleIds | None:
-        """The ids of data that a call received, or that any run uses, by what models received."""
-        survey, rows = self._survey, self.input_rows
-        items = None if survey.told is None else survey.told.items
-        if call is not None:
-            ids = of_data(data, call.run, rows, survey.depth, items, call.is_readable, note)
-        else:
-            how = rows, survey.depth, items, True, note
-            by_run = (of_data(data, run, *how) for run in self._runs)
-            ids = next((each for each in by_run if each is not None), None)
-        is_usual = ids is None or ids.equal(along(rows, 0, tuple(ids.shape)))
-        survey.are_by_values |= not is_usual
-        return ids
-
-    @cached_property
-    def _runs(self) -> list[Run]:
-        return self._survey.runs_of(call for call, _ in self._survey.received)
-
-    def _of_leaf(self, node: Node) -> SampleIds | None:
-        """The ids of data that require a gradient."""
-        leaf: Tensor = node.variable  # type: ignore[attr-defined]
-        found = list[Any]()
-        ids = self._of_tensor(leaf, found.append) if self._survey.is_readable else None
-        ids = self.by_length(tuple(leaf.shape), 0) if ids is None else ids
-        if found:
-            self._survey.looked_at[node] = ids
-        return ids
-
-    def of_entry(self, node: Node) -> SampleIds | None:
-        """The ids where parameters meet data outside of modules, if the rows are the data's."""
-        if node not in self._entries:
-            is_entry = self._origins.of_constants(node)
-            is_entry &= not self._origins.has_own_rows(node) or nodes.is_widened(node)
-            self._entries[node] = self.of_data_at(node) if is_entry else None
-            if is_entry:
-                self._survey.looked_at[node] = self._entries[node]
-        return self._entries[node]
-
-    def of_data_at(self, node: Node) -> SampleIds | None:
-        """The ids of the data that an operation saved, as an index or a factor; or of a leaf."""
-        if is_leaf(node):
-            return self._of_leaf(node)
-        survey, shape = self._survey, nodes.lengths_of(node, 0)
-        data, position = nodes.data_of(node) if survey.may_read(node) else (None, 0)
-        data = data if data is not None and data.dim() and has_memory(data) else None
-        has_own_rows, is_by_values = self._origins.has_own_rows(node), survey.are_by_values
-        ids = None if data is None else self._of_tensor(data, lambda _: None)
-        if has_own_rows or shape[:1] == (1,):  # a plan with these ids looks at the data again
-            survey.are_by_values = is_by_values
-        if ids is not None and (found := sample_ids.from_data(node, position, ids)) is not None:
-            return found
-        if has_own_rows:
-            return None if data is None else self._by_inner_length(node, position, data)
-        operation = nodes.operation_of(node)
-        is_table = operation in nodes.GATHERS and (data is None or data.dim() < 2)
-        is_whole = data is not None and (operation != "Mul" or data.shape == shape)
-        if is_table or (data is not None and is_whole and bool((data == data[:1]).all())):
-            return None  # as long as the batch by chance, as an initial state of zeros may be
-        (axis, *others) = {run.axis for run in self._runs} or {0}
-        self._by_length.add(node)
-        return None if others else self.by_length(shape, axis)
-
-    def _by_inner_length(self, node: Node, position: int, data: Tensor) -> SampleIds | None:
-        """Ids along the only axis of data that is as long as the batch, behind rows of parameters.
-
-        Several nets in one tensor of weights put their own axis in front of the samples.
-        """
-        rows, shape, survey = self.input_rows, tuple(data.shape), self._survey
-        lengths = [n if stride else 1 for n, stride in zip(shape, data.stride(), strict=True)]
-        is_other = survey.is_declared or survey.is_told or survey.depth is not None
-        if lengths[:1] == [len(rows)] and bool((data == data[:1]).all()):
-            lengths[0] = 1  # copies
-        if is_other or len(rows) < 2 or lengths[:1] == [len(rows)]:
-            return None
-        axes = [axis for axis, n in enumerate(lengths) if n == len(rows)]
-        found = [sample_ids.from_data(node, position, along(rows, k, shape)) for k in axes]
-        found = [ids for ids in found if ids is not None]  # not along an axis that is summed over
-        self._by_length.add(node)
-        return found[0] if len(found) == 1 else None
-
-    def by_length(self, shape: Shape, axis: int, is_sure: bool = False) -> SampleIds | None:
-        """Ids along the declared axis, if that is as long as what the model received.
-
-        Args:
-            shape: The shape of a tensor; nothing else is known of it.
-            axis: The declared axis.
-            is_sure: Whether no other axis can be that of the samples.
-        """
-        rows = self.input_rows
-        is_clear = is_sure or axis or not is_doubtful(shape, len(rows))
-        if not is_clear or self._survey.depth is not None:
-            return None
-        return along(rows, axis, shape) if shape[axis : axis + 1] == (len(rows),) else None
-
 
 def _packs(node: Node) -> bool:
     """Whether an operation packs sequences, or may pad them: it writes steps into a tensor."""
@@ -556,9 +407,3 @@ def is_like_input(call: Call) -> bool:
     """
     shape, given = call.stored.inputs[0].shape, [each.shape for each in call.run.inputs]
     return len(given) < 2 and all(shape[: len(axes)] == axes for axes in given)
-
-
-def is_of_buffers(call: Call) -> bool:
-    """Whether a call received only buffers of the model, as a net of coordinates does."""
-    memories = memories_of_buffers(call)
-    return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)

@@ -18,16 +18,8 @@ from torch import Tensor
 from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.models import Place, Run
 from backpack_operations.codes import codes, mixed
-from backpack_operations.received import (
-    ModelInput,
-    SampleLayout,
-    Sums,
-    can_add,
-    has_rows,
-    layout_of,
-    span_of,
-    sums_of,
-)
+from backpack_operations.received import ModelInput, SampleLayout, layout_of, span_of
+from backpack_operations.row_sums import Sums, can_add, has_rows, sums_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
@@ -321,11 +313,8 @@ class _Data:
         data, made = self._received, self._made
         kinds = {(1, 0), *(each[1:] for each, _ in made)}
         for depth, unit in sorted(kinds) if made and has_rows(data) else ():
-            if data.dim() <= depth or data.shape[-depth:].numel() * data.element_size() % (
-                unit or 1
-            ):
-                continue
-            ids = self._among(sums_of(data, depth, unit), made)
+            is_fit = can_add(data, depth, unit)
+            ids = self._among(sums_of(data, depth, unit), made) if is_fit else None
             if ids is not None:
                 self._note(None)
                 return ids[(..., *[None] * depth)]

@@ -17,8 +17,9 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import nodes
 from backpack_operations.batch import declared_axis
-from backpack_operations.carried_ids import CarriedIds, is_along, is_of_buffers
+from backpack_operations.carried_ids import CarriedIds, is_along
 from backpack_operations.data import is_unclear
+from backpack_operations.entering_ids import is_of_buffers
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.sample_ids import SampleIds, Shape, are_elsewhere
 from backpack_operations.survey import GraphSurvey

@@ -11,18 +11,18 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
 from backpack_core.record.call import Call
 from backpack_core.record.models import Place, Run, owner_of
 from backpack_operations._torch import modes
+from backpack_operations.row_sums import Made, Sums, has_rows, sums_of, sums_of_pixels
 from backpack_products.substitutes import note_substitutes
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
 RETURNED: Final = "backpack_returned"
-_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -116,32 +116,6 @@ class ModelInput(NamedTuple):
     def span(self) -> tuple[int, int, int]:
         """Its memory, and the storage indices of its first and last element."""
         return self.memory, *self.layout.ends
-
-
-class Sums(NamedTuple):
-    """A number for each row of a tensor, so that equal rows are found when it is gone.
-
-    Attributes:
-        rows: The numbers, one for each entry of the leading axes.
-        depth: How many axes a row has.
-        unit: How many bytes were added up at a time.
-    """
-
-    rows: Tensor
-    depth: int
-    unit: int
-
-
-class Made(NamedTuple):
-    """What a layer made without a graph.
-
-    Attributes:
-        sums: Its rows.
-        source: The rows that it was made of; ``None`` if they are those of the model's input.
-    """
-
-    sums: Sums
-    source: Sums | None
 
 
 class ModelRun(Run):
@@ -304,50 +278,6 @@ def _lie_together(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same entries of one memory."""
     is_same = memory_of(tensor) == memory_of(other)
     return is_same and layout_of(tensor, 0) == layout_of(other, 0)
-
-
-def has_rows(tensor: Tensor) -> bool:
-    """Whether a tensor has rows of numbers that are seldom equal; not a tensor of another kind."""
-    is_plain = type(tensor) in (Tensor, Parameter)  # others may have no bits to add up
-    return is_plain and tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > 0
-
-
-def depth_of(tensor: Tensor) -> int:
-    """How many axes a row has: one, or those of an image."""
-    return max(1, tensor.dim() - 2)
-
-
-def can_add(tensor: Tensor, depth: int, unit: int) -> bool:
-    """Whether a tensor has rows of so many axes, and of whole units."""
-    size = tensor.shape[-depth:].numel() * tensor.element_size()
-    return tensor.dim() > depth and not (unit and size % unit)
-
-
-def sums_of(tensor: Tensor, depth: int = 0, unit: int = 0) -> Sums:
-    """The sum of the bits of each row."""
-    depth, rows = depth or depth_of(tensor), tensor.detach() if tensor.requires_grad else tensor
-    rows = rows if rows.is_contiguous() else rows.contiguous()  # each call takes its time
-    rows = rows.flatten(-depth) if depth > 1 else rows
-    size = rows.element_size()
-    # Fewer and longer integers are faster.
-    unit = unit or (size if rows.shape[-1] * size % 8 else 8)
-    return Sums(_added(rows.view(_BITS[unit]), -1), depth, unit)
-
-
-def sums_of_pixels(images: Tensor) -> Sums:
-    """The same for ``[N, C, H, W]``, of which ``C`` numbers are a row."""
-    size = images.element_size()
-    return Sums(_added(images.view(_BITS[size]), 1), 1, size)
-
-
-def _added(bits: Tensor, axis: int) -> Tensor:
-    """Sums along an axis; those of short integers with the first one, as few sums are different.
-
-    Adding short integers up in long ones takes five times as long.
-    """
-    if bits.dtype is torch.int64:
-        return bits.sum(axis)
-    return (bits.sum(axis, dtype=torch.int32).long() << 32) + bits.select(axis, 0)
 
 
 def is_by_sample(tensor: Tensor, *sizes: int) -> bool:

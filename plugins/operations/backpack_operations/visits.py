@@ -24,8 +24,8 @@ from backpack_core.record.call import Edge, Site
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
-from backpack_operations.carried_ids import is_of_buffers
 from backpack_operations.carrier import carrier_of, values_of
+from backpack_operations.entering_ids import is_of_buffers
 from backpack_operations.inside import Later, read_here
 from backpack_operations.of_weights import Origins
 from backpack_operations.owners import rows_at_loss
