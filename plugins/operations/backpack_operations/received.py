@@ -23,6 +23,7 @@ from backpack_products.substitutes import note_substitutes
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
 RETURNED: Final = "backpack_returned"
+SUMS_IN_ROW: Final = 32  # that have a memory together
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -145,6 +146,7 @@ class ModelRun(Run):
         self._passed: list[object] = []  # keeps the memories of results from being reused
         self.made = []
         self._last: tuple[Tensor, Sums | None] | None = None  # the last result, and its source
+        self._room = torch.empty(0, device="cpu")  # for sums
         sizes: list[int] = []
         for path, tensor in placed:
             self.has_computed_input |= tensor.grad_fn is not None
@@ -207,16 +209,28 @@ class ModelRun(Run):
         self._add_up()
         layout = None if tensor is None else self.memories.get(memory_of(tensor))
         is_known = tensor is None or (layout is not None and layout.axis_in(tensor) == 0)
-        return None if tensor is None or is_known else sums_of(tensor)
+        return None if tensor is None or is_known else self._kept(sums_of(tensor))
 
     def _add_up(self) -> None:
         """Add up the rows of the last result, which no further layer received, and let it go."""
         if self._last is not None:
             result, source = self._last
             if result.dim() > 3:  # pixels of images become rows
-                self.made.append(Made(sums_of_pixels(result), source))
-            self.made.append(Made(sums_of(result), source))
+                self.made.append(Made(self._kept(sums_of_pixels(result)), source))
+            self.made.append(Made(self._kept(sums_of(result)), source))
             self._last = None
+
+    def _kept(self, sums: Sums) -> Sums:
+        """The same sums, in a memory that all have together.
+
+        Small tensors that stay, one after each large one that goes, would split up the heap.
+        """
+        rows, count = sums.rows, sums.rows.numel()
+        room = self._room
+        if len(room) < count or room.device != rows.device:
+            room = rows.new_empty(SUMS_IN_ROW * count)
+        self._room = room[count:]
+        return sums._replace(rows=room[:count].view(rows.shape).copy_(rows))
 
     def note_returned(self, results: Iterable[Tensor]) -> None:
         """Note what the model returned; see :func:`returned`."""
