@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
+from backpack_core._torch import memory_of
 from backpack_core.errors import SampleMixingError, ShapeError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from backpack_core.record.call import Edge, site_at
 from tests import oracle
 
 N, T, D, C = 3, 4, 5, 3
@@ -278,3 +280,14 @@ def test_nothing_that_layers_made_is_held() -> None:
     loss = net(torch.randn(N, T, D).double()).sum()
     assert held[0]() is None
     loss.backward()
+
+
+def test_what_is_noted_of_layers_has_one_memory() -> None:
+    """Many small tensors that stay, between large ones that go, would split up the heap."""
+    net = extend(Net(lambda f, x: (f(f(x) + x) + x).mean(1), "residual").double())
+    out = net(torch.randn(N, T, D).double())
+    site = site_at(Edge(out.grad_fn, out.output_nr))
+    assert site is not None
+    sums = [made.sums.rows for made in site.call.run.made]
+    assert len(sums) > 1
+    assert len({memory_of(each) for each in sums}) == 1
