@@ -8,7 +8,9 @@ any recording costs. Then ratios, of runs that alternate in one process:
   (the cost of recording; target: at most 1.1), for a perceptron of several widths, with the width
   at which the cost is a tenth, and for a small Llama;
 - those with individual gradients of one convolution, over those of the plain convolution (target:
-  at most 1.5).
+  at most 1.5);
+- a forward pass of frozen trunks, which leave a number for each row, over a plain one (target: at
+  most 1.1).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from math import log
 from statistics import median
@@ -105,6 +108,46 @@ def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> fl
     return factor
 
 
+class Residual(nn.Module):
+    """A layer that is added to its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x + layers(x)``."""
+        result: Tensor = x + self.layers(x)
+        return result
+
+
+def _run(model: nn.Module, inp: Tensor) -> None:
+    model(inp)
+
+
+def frozen(rounds: int, clock: str) -> None:
+    """The cost of what frozen layers leave for each row, in forward passes behind which one trains.
+
+    There is a trunk of twelve residual blocks for ``[16, 64, 256]``, and one of four convolutions.
+    """
+    blocks = [Residual(256) for _ in range(12)]
+    maps = [(3, 32), (32, 64), (64, 64), (64, 128)]
+    images = [nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.ReLU()) for i, o in maps]
+    for name, trunk, inp, size in (
+        ("residual", nn.Sequential(*blocks), torch.randn(16, 64, 256), 256),
+        (
+            "convolutional",
+            nn.Sequential(*images, nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            torch.randn(8, 3, 56, 56),
+            128,
+        ),
+    ):
+        plain = nn.Sequential(trunk.requires_grad_(False), nn.Linear(size, 10))
+        model = extend(copy.deepcopy(plain))
+        found = ratio(partial(_run, model, inp), partial(_run, plain, inp), rounds, clock)
+        report(f"forward of a frozen trunk, {name}", *found, target=1.1)
+
+
 def width_of_a_tenth(ratios: Mapping[int, float]) -> float | None:
     """The width at which recording costs a tenth, between the two that it lies between.
 
@@ -181,6 +224,7 @@ def main() -> None:
         print(f"recording costs a tenth of a pass at width {found:.0f}")
     recording_of_a_problem("llama-256", 15, options.clock)
     individual_gradients(30, options.clock)
+    frozen(60, options.clock)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ itself, an inner product with the norms.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -167,3 +169,16 @@ def test_passes_that_are_repeated(rest: float) -> None:
     expected = each.var(0, correction=0)
     scale = expected.mean()
     torch.testing.assert_close(found[1].flatten(1) / scale, expected / scale, rtol=0, atol=1e-3)
+
+
+def test_recordings_keep_no_layer_alive() -> None:
+    """Patches refer to their convolution, of which a recording needs the settings only."""
+    model = extend(nn.Conv1d(32, 64, 3, bias=False)).to(torch.float32)
+    for _ in range(20):
+        with backpack(BatchL2Grad()) as block:
+            model(torch.randn(8, 32, 10, dtype=torch.float32)).sum().backward()
+    assert "repeated" in str(block.summary())
+    layer = weakref.ref(model)
+    del model, block
+    gc.collect()
+    assert layer() is None

@@ -48,7 +48,7 @@ def _axis_behind(shape: Shape, samples: int) -> int:
     return 1 + inner.index(samples) if is_behind else 0
 
 
-class Received(NamedTuple):
+class Entering(NamedTuple):
     """Data that a layer received, or an operation of parameters.
 
     Attributes:
@@ -64,7 +64,7 @@ class Received(NamedTuple):
     ids: SampleIds | None
 
 
-def of_unknown_order(survey: GraphSurvey, ends: Sequence[Edge]) -> Received | None:
+def of_unknown_order(survey: GraphSurvey, ends: Sequence[Edge]) -> Entering | None:
     """Data with several rows of each sample, in an order that nothing shows.
 
     All ends behind have such rows, too. If an end has one row of each sample, operations made it of
@@ -76,30 +76,30 @@ def of_unknown_order(survey: GraphSurvey, ends: Sequence[Edge]) -> Received | No
     """
     ids, positions = Owners(survey).ids, survey.alignment.positions
     rows = len(ids.input_rows)
-    for received in _received(survey, ids):
-        _, output, data, known = received
+    for entering in _entering(survey, ids):
+        _, output, data, known = entering
         is_several = data.is_floating_point() and len(data) > rows and not is_by_sample(data, rows)
         if known is None and is_several and positions.get(output, 1) > 1:
             behind_ends = [e for e in ends if output[0] in {e.node, *behind([e.node])}]
             if behind_ends and all(positions.get(end[:2]) != 1 for end in behind_ends):
-                return received
+                return entering
     return None
 
 
-def _received(survey: GraphSurvey, ids: CarriedIds) -> Iterator[Received]:
+def _entering(survey: GraphSurvey, ids: CarriedIds) -> Iterator[Entering]:
     """What layers and operations of parameters received as data, and did not share with a model."""
     for site in _entries(survey):
         call = site.call
         first = call.stored.inputs[0]
         if first.dim() and not call.receives_input:
-            yield Received(call.path, site.edge[:2], first, ids.of_input(call))
+            yield Entering(call.path, site.edge[:2], first, ids.of_input(call))
     is_any = survey.bare and not _is_other(survey)
     for node, region in survey.between if is_any else ():
         is_between = all(call.rule.transparent for call in region)
         is_entry = is_between and survey.may_read(node) and not ids.operands((node, 0))
         data, _ = nodes.data_of(node) if is_entry else (None, 0)
         if data is not None and data.dim():
-            yield Received(described(node), (node, 0), data, ids.of_entry(node))
+            yield Entering(described(node), (node, 0), data, ids.of_entry(node))
 
 
 def contradicts(survey: GraphSurvey, ends: Sequence[Edge]) -> bool:
@@ -117,7 +117,7 @@ def contradicts(survey: GraphSurvey, ends: Sequence[Edge]) -> bool:
     other.read_at, other.looked_at, other.compared = {}, {}, {}
     other.input_ids = {**survey.input_ids}
     owners, samples = Owners(other), survey.batch_size
-    are_behind = (_axis_behind(r.data.shape, samples) for r in _received(survey, owners.ids))
+    are_behind = (_axis_behind(r.data.shape, samples) for r in _entering(survey, owners.ids))
     if not (owners.are_moved or any(are_behind)):
         return False
     ids, found = PresumedIds(other, survey), False

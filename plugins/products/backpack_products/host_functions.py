@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from backpack_core.record.state import Settings, settings_of
 from backpack_products._torch import is_on_host, reads_are_recorded
 from backpack_products.rows import is_made, tensors_behind
 
@@ -91,11 +93,21 @@ class _Made:
     parts: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """Stands for a module, of which only settings count: forms must not keep models alive."""
+
+    kind: type[Module]
+    settings: Settings
+
+
 def _form_of(value: Any, tensors: list[Tensor]) -> Any:
     """A value with numbers instead of tensors, which are appended to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
+    if isinstance(value, Module):
+        return _Layer(type(value), settings_of(value))
     if not tensors_behind(value):
         return value
     own = {} if isinstance(value, tuple) else vars(value)
@@ -107,6 +119,10 @@ def _put_together(form: Any, tensors: list[Tensor]) -> Any:
     """A value from its form and its tensors."""
     if isinstance(form, _Place):
         return tensors[form.number]
+    if isinstance(form, _Layer):
+        layer: Any = object.__new__(form.kind)
+        vars(layer).update(zip(*form.settings, strict=True))
+        return layer
     if not isinstance(form, _Made):
         return form
     parts = [_put_together(part, tensors) for part in form.parts]
