@@ -132,7 +132,7 @@ def main() -> None:
                 continue
             distance = difference(cell, ours(), theirs())
             steps = {"ours": ours, "theirs": theirs}
-            times = alternate(steps, options.seconds, options.clock, lambda side: None)
+            times = alternate(steps, options.seconds, options.clock, lambda side: None, before=1)
             best = [f"{1e3 * times.best(side):.1f}" for side in steps]
             ratio = f"{times.ratio('ours', 'theirs'):.2f}"
             print(row(name, cell, *best, ratio, distance), flush=True)

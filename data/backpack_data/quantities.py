@@ -193,6 +193,8 @@ class Quantities(Mapping[Place, Any]):
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Quantities:
         """The same on another device, in another precision; indices keep their type."""
+        if device is None and dtype is None:
+            return self
 
         def move(tensor: Tensor) -> Tensor:
             is_float = tensor.is_floating_point()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backpack_products.contractions import row_steps, slices
-from backpack_products.multiply import add_product
+from backpack_products.multiply import add_product, multiply
 from backpack_products.rows import DirectRows, Rows
 from backpack_products.tuning import SYMMETRIC, WHOLE
 from backpack_products.values import at_least_single
@@ -66,10 +66,13 @@ def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -
         product = torch.bmm(left, right) * scale
         return product if total is None else total + product
     beta = 0.0 if total is None else 1.0  # with beta = 0, total is not read
+    is_whole, is_small = step == size, vectors.numel() * size < WHOLE
+    if total is None and is_whole and not is_small and len(left) == 1:
+        product = multiply(left[0], right[0]).unsqueeze(0)  # without a copy into other memory
+        return product if scale == 1 else product.mul_(scale)
     if total is None:
-        total = vectors.new_empty(vectors.shape[1], size, size)
-    is_small = vectors.numel() * size < WHOLE
-    if step == size and (is_small or vectors.shape[1] > 1):
+        total = vectors.new_empty(len(left), size, size)
+    if is_whole and (is_small or len(left) > 1):
         return torch.baddbmm(total, left, right, beta=beta, alpha=scale, out=total)
     for target, group in zip(total, vectors.unbind(1), strict=True):
         for band in slices(size, step):

@@ -142,11 +142,11 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         """The same factors; in sums, the averages have this weight."""
         return KroneckerFactors(self, self.order, weight)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """Factors, weight and order."""
         dtype = at_least_single(self[0].new_empty(0)).dtype
         weight = torch.as_tensor(self.weight, dtype=dtype, device=self.device)
-        return {**super().state_dict(), "weight": weight.detach()}
+        return {**super().all_tensors(), "weight": weight.detach()}
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """Multiply with the Kronecker product, without forming it."""
@@ -378,7 +378,13 @@ def matrix_from_state(state: Mapping[str, Tensor]) -> KroneckerFactors | Kroneck
     """
     if "shape" not in state or not {"factors.0", "values"} & set(state):
         raise UsageError(f"This is not the state of a curvature matrix. Got {sorted(state)}.")
-    order = ParameterOrder.from_state(state)
+    return matrix_of(state, ParameterOrder.from_state(state))
+
+
+def matrix_of(
+    state: Mapping[str, Tensor], order: ParameterOrder
+) -> KroneckerFactors | KroneckerEigenbasis:
+    """The matrix from its ``all_tensors()`` and an order."""
     if "values" in state:
         has_groups = any(n.startswith("vectors.") and q.dim() == 3 for n, q in state.items())
         count = state["values"].dim() - has_groups

@@ -109,11 +109,13 @@ class ParameterOrder:
 
     def state(self) -> dict[str, Tensor]:
         """The order as tensors, for a file."""
-        state = {"shape": torch.tensor(self.shape, dtype=torch.int64)}
-        if self.positions is not None:
-            state["positions"] = self.positions
+        state = {"shape": torch.tensor(self.shape, dtype=torch.int64), **self.tensors()}
         plugins = self.plugins
         return {**state, "plugins": as_tensor(plugins)} if plugins else state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is a tensor, by name."""
+        return {} if self.positions is None else {"positions": self.positions}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> ParameterOrder:
@@ -294,9 +296,13 @@ class CurvatureMatrix(ABC):
         """The matrix without a graph."""
         return self.map(torch.Tensor.detach)
 
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name; with the parameter's shape they are the matrix."""
+        return {**self.tensors(), **self.order.tensors()}
+
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors by name, for a file; :func:`matrix_from_state` reverses it."""
-        return {**self.tensors(), **self.order.state()}
+        return {**self.all_tensors(), **self.order.state()}
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """See :meth:`matmul`."""

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from backpack_products.merging import OverBatches, Part
-from backpack_secondorder.kronecker import matrix_from_state
-from backpack_secondorder.matrix import CurvatureMatrix
+from backpack_secondorder.kronecker import matrix_of
+from backpack_secondorder.matrix import CurvatureMatrix, ParameterOrder
 
 _SAME = Part("same", 0)
-_SHAPE = "shape"
-_NOT_NUMBERS = {_SHAPE, "plugins"}  # kept once for all values
 
 
 class OfMatrix(OverBatches):
@@ -29,12 +27,12 @@ class OfMatrix(OverBatches):
         return _SAME
 
     def take_apart(self, value: CurvatureMatrix) -> dict[str, Tensor]:
-        """The tensors of :meth:`CurvatureMatrix.state_dict`."""
-        return {name: t for name, t in value.state_dict().items() if name not in _NOT_NUMBERS}
+        """The tensors of :meth:`CurvatureMatrix.all_tensors`."""
+        return value.all_tensors()
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> CurvatureMatrix:
         """The matrix from its tensors."""
-        return matrix_from_state({**tensors, _SHAPE: torch.tensor(shape, dtype=torch.int64)})
+        return matrix_of(tensors, ParameterOrder(shape, tensors.get("positions")))
 
     def plugins_of(self, value: CurvatureMatrix) -> Mapping[str, str]:
         """Those of the rule that returned the product."""

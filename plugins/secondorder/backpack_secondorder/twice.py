@@ -7,8 +7,8 @@ use, the gradient is computed by a formula (``formulas_again``) instead of autog
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_interplay.checkpoints import unpacking_again
 from backpack_operations.nodes import differentiates_once, is_function, shape_of
 from backpack_operations.order import behind
+from backpack_secondorder._torch import run_engine
 from backpack_secondorder.formulas_again import (
     FORMULAS,
     OF_NOTHING,
@@ -40,20 +41,24 @@ def gradients(
     Args:
         outputs: The outputs, or their edges.
         inputs: What they are differentiated in; zeros where they do not depend on it.
-        vectors: One for each output; ``None`` for one, at a number.
+        vectors: One of each output's shape; ``None`` for one, at a number, with ``create_graph``.
         create_graph: Whether the result will be differentiated.
         retain_graph: Whether the graph is kept.
     """
-    with _by_formula(outputs) if create_graph else nullcontext():
-        grads = torch.autograd.grad(
-            outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
-            inputs,  # type: ignore[arg-type]
-            vectors and [_by_itself(vector) for vector in vectors],
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            materialize_grads=True,
-        )
-    return [*grads]
+    given = vectors and [*map(_by_itself, vectors)]
+    if create_graph:
+        with _by_formula(outputs):
+            grads = torch.autograd.grad(
+                outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
+                inputs,  # type: ignore[arg-type]
+                given,
+                create_graph=True,
+                retain_graph=retain_graph,
+                materialize_grads=True,
+            )
+        return [*grads]
+    found = zip(inputs, run_engine(outputs, inputs, given, retain_graph), strict=True)
+    return [torch.zeros_like(cast("Tensor", x)) if g is None else g for x, g in found]
 
 
 def _by_itself(vector: Tensor | None) -> Tensor | None:
