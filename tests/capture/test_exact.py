@@ -73,7 +73,7 @@ def test_quantities(net: str, name: str) -> None:
                 twins.step(*batch)
         return
     twins.train(batches)
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()
 
 
 @pytest.mark.parametrize("name", ["DiagGGNExact", "DiagHessian", "KFAC", "Jacobians"])
@@ -96,7 +96,7 @@ def test_layers_whose_input_counts_only_by_its_shape(
     model(torch.rand(shape))
     twins = Twins(model, [made(name)])
     twins.train([(torch.rand(shape), torch.randint(3, (3,))) for _ in range(7)])
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()
 
 
 @pytest.mark.parametrize("name", ["BatchGrad", "DiagGGNExact"])
@@ -108,7 +108,7 @@ def test_images_with_channels_last(name: str) -> None:
     twins = Twins(model, [made(name)])
     images = [torch.rand(4, 2, 6, 6).to(memory_format=torch.channels_last) for _ in range(7)]
     twins.train([(x, torch.randint(3, (4,))) for x in images])
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()
 
 
 def of_rows(model: nn.Module, lossfunc: nn.Module) -> Function:
@@ -121,7 +121,7 @@ def test_losses_with_several_rows_of_each_sample(name: str) -> None:
     model = nn.Sequential(nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     twins = Twins(model, [made(name)], of_rows)
     twins.train([(torch.randint(6, (4, 5)), torch.randint(3, (4, 5))) for _ in range(7)])
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()
 
 
 def doubled(model: nn.Module) -> nn.Module:
@@ -147,7 +147,7 @@ def test_computed_parameters(kind: str, name: str) -> None:
     model = nn.Sequential(PARAMETRIZATIONS[kind](nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3))
     twins = Twins(model, [made(name)])
     twins.train([(torch.rand(4, 5), torch.randint(3, (4,))) for _ in range(7)])
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()
 
 
 @pytest.mark.long
@@ -175,7 +175,8 @@ def test_quantities_in_all_gradient_modes(net: str, name: str, gradient: str) ->
 def test_gradient_modes(net: str, gradient: str, names: tuple[str, ...]) -> None:
     make, draw = NETS[net]
     twins = Twins(make(), [made(name) for name in names], gradient=gradient)
-    twins.train([draw(4) for _ in range(8)])
+    # In the eighth, autograd computes what is shared in others, and rounds in another way.
+    twins.train([draw(4) for _ in range(7)])
     assert twins.replays >= 2, twins.step.report()
 
 
@@ -196,7 +197,7 @@ def test_gradients_are_accumulated() -> None:
         grad = twins.model[0].weight.grad
         assert before is None or grad is before, number  # the same tensor, as with autograd
         before = grad
-    assert twins.replays == 5
+    assert twins.replays == 6
 
 
 class Sums:
@@ -240,7 +241,7 @@ def test_compiled_models_and_ranges_of_the_profiler() -> None:
     make, draw = NETS["mlp"]
     twins = Twins(make(), [made("BatchGrad")], write)
     twins.train([draw(4) for _ in range(7)])
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()
 
 
 def test_residuals_with_derivatives_of_the_net() -> None:
@@ -268,7 +269,7 @@ def test_residuals_with_derivatives_of_the_net() -> None:
         for p, expected in zip([*net.parameters()][:-1], other.parameters(), strict=False):
             same(p.jacobians, expected.jacobians)
             same(p.grad_batch, expected.grad_batch)
-    assert "4 replays" in step.report(), step.report()
+    assert "5 replays" in step.report(), step.report()
 
 
 def test_many_extensions_at_once() -> None:
@@ -276,7 +277,7 @@ def test_many_extensions_at_once() -> None:
     names = ["BatchGrad", "Variance", "BatchL2Grad", "DiagGGNMC", "KFAC", "KFLR", "EKFAC"]
     twins = Twins(make(), [made(name) for name in names])
     twins.train([draw(4) for _ in range(8)])
-    assert twins.replays == 4
+    assert twins.replays == 5
 
 
 def gathered(h: Tensor, where: Tensor) -> Tensor:
@@ -301,4 +302,4 @@ def test_indices_that_the_model_computes(move: Callable[..., Tensor], name: str)
 
     twins = Twins(Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 3)), [made(name)])
     twins.train([(torch.randn(4, 5, 3), torch.randint(3, (4,))) for _ in range(7)])
-    assert twins.replays == 3, twins.step.report()
+    assert twins.replays == 4, twins.step.report()

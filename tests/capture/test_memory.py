@@ -96,7 +96,7 @@ def test_the_engine_takes_turns_with_a_step() -> None:
     model = _model()
     step, weight, lossfunc = _step(model), model[0].weight, extend(nn.MSELoss())
     addresses = []
-    for _ in range(17):  # none of the last is compared
+    for _ in range(23):  # none of the last is compared
         step(torch.randn(SAMPLES, WIDTH))
         with backpack(BatchGrad()):
             x = torch.randn(SAMPLES, WIDTH)

@@ -137,7 +137,7 @@ def setting_that_changes_once(model: nn.Module, lossfunc: nn.Module) -> Function
     model.scale, turns = 1.0, iter(range(30))
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        if next(turns) == 3:  # that is recorded
+        if next(turns) == 2:  # that is recorded
             model.scale = 2.0
         return lossfunc(model(x), y) * model.scale
 
@@ -301,7 +301,7 @@ def test_refused(name: str) -> None:
 def test_results_that_are_code(extension: Any) -> None:
     model, lossfunc = extend(net()), extend(nn.CrossEntropyLoss())
     step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, extension)
-    for _ in range(3):
+    for _ in range(2):
         step(torch.rand(3, 3), torch.randint(2, (3,)))
     with pytest.warns(CaptureWarning, match="holds code"):
         step(torch.rand(3, 3), torch.randint(2, (3,)))
@@ -406,11 +406,11 @@ def test_errors_of_a_step_are_its_own() -> None:
     y = torch.randint(2, (3,))
     for _ in range(6):
         step(torch.rand(3, 3), y)
-    assert "2 replays" in step.report()
+    assert "3 replays" in step.report()
     with pytest.raises(KeyError, match="mine"):
         step(-torch.rand(3, 3), y)
     step(torch.rand(3, 3), y)
-    assert "4 replays" in step.report()
+    assert "5 replays" in step.report()
 
 
 @pytest.mark.parametrize("to_none", [False, True])

@@ -92,7 +92,7 @@ def test_the_first_passes_are_measured_and_planned_again() -> None:
     model = _model()
     found = [_step(model)[0] for _ in range(9)]
     again = ["planned", "planned before"]
-    assert found == [again[n not in (0, 1, 2, 4, 8)] for n in range(9)]
+    assert found == [again[n not in (0, 1, 3, 7)] for n in range(9)]
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
@@ -114,7 +114,7 @@ def test_lengths_that_change_at_every_step_find_the_plan_again() -> None:
         loss = lossfunc(model(tokens), torch.zeros(SAMPLES, length, 2))
         with block:
             loss.backward()
-    assert block.summary().passes == {"planned": 5, "planned before": 4}
+    assert block.summary().passes == {"planned": 4, "planned before": 5}
 
 
 def _freeze(model: Drawn) -> None:
@@ -461,7 +461,7 @@ class Scaled(nn.Module):
 def test_parameters_that_operations_use(samples: int) -> None:
     model = extend(nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4)))
     found = []
-    for _ in range(BEFORE + 2):
+    for _ in range(BEFORE + 1):
         how, inputs = _step(model, BatchGrad(), DiagGGNExact(), samples=samples)
         found.append(how)
         _see_right(model, inputs)

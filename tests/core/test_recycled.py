@@ -120,7 +120,7 @@ def test_memory_of_curvature_by_sample_is_written_again(
             lossfunc(model(torch.randn(SAMPLES, *shape)), targets).backward()
         seen.append(getattr(first.weight, extension.savefield).data_ptr())
     # A measured pass stores results in other memory.
-    assert sum(one != other for one, other in pairwise(seen)) <= 4
+    assert sum(one != other for one, other in pairwise(seen)) <= 6
 
 
 class _Holding(TorchDispatchMode):

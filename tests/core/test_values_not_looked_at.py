@@ -69,9 +69,9 @@ def test_a_root_that_does_not_exist_is_not_a_number(name: str, kind: type[Any]) 
 def test_a_factor_whose_sign_changes() -> None:
     """Of a trusted structure, which does not tell numbers apart."""
     model = mlp()
-    for factor in (1.0, 2.0, 3.0):
+    for factor in (1.0, 2.0):
         _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), factor)
-    _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)  # the fourth one is not measured
+    _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)  # the third one is not measured
     assert all(p.diag_ggn_exact.isnan().all() for p in model.parameters())
     with pytest.raises(UnsupportedError, match="negative"):
         _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)
@@ -171,7 +171,7 @@ def test_products_that_vmap_gets_wrong(check: Any, monkeypatch: pytest.MonkeyPat
         model = mlp()
         monkeypatch.setattr(operators, "_agreed", {})
         monkeypatch.setattr(operators, "agree", look)
-        for _ in range(4):  # the fourth is not measured
+        for _ in range(3):  # the third is not measured
             looks.clear()
             _pass(model, DiagHMP(), nn.CrossEntropyLoss(), check=check)
         return [p.diag_hmp for p in model.parameters()]

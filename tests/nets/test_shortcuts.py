@@ -89,11 +89,11 @@ def _tensors(value: Any) -> Mapping[str, Tensor]:
 def _values(prepared: Prepared, extensions: list[Extension], gradient: str) -> Values:
     """What one pass stores, by parameter and field.
 
-    Gradients are shared in passes only that do not compare them, of which the fourth is the first.
+    Gradients are shared in passes only that do not compare them, of which the third is the first.
     """
     recipe = prepared.recipe.with_(plan=Plan())
     run = Run(recipe, prepared.net, prepared.losses, prepared.truth.parameters)
-    for _ in range(4 if gradient == "shared" else 1):
+    for _ in range(3 if gradient == "shared" else 1):
         run.net.zero_grad()
         loss = run.loss()
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ from backpack_products.tuning import unsplit
 MOST: Final = 8  # graphs that are kept: the last ones that ran
 PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
 NEW: Final = 64  # forms in a row that were met only once
-EARLY: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most steps before are measured
+EARLY: Final = (3, 5, 6, 9, 17)  # steps that may be recorded: most steps before are measured
 
 
 class CaptureWarning(BackpackWarning):

@@ -24,6 +24,7 @@ from backpack_checks.dyed import (
     Judge,
     Positions,
     history,
+    is_zero,
     largest,
 )
 from backpack_checks.units import coarsest_at
@@ -214,7 +215,7 @@ class DyePropagator(Propagator):
         if sent and self._goes_apart(quantities.values()):
             # Zeros of single samples hide nothing at a parameter; a closed gate may.
             blocks = [b for dye in quantities.values() for b in dye.columns.blocks.values()]
-            apart = frozenset() if is_apart and any(map(largest, blocks)) else frozenset(sent)
+            apart = frozenset(sent) if not is_apart or all(map(is_zero, blocks)) else frozenset()
             sent |= {i: dye for i, dye in self._through(node, quantities, apart) if i in sent}
         known: dict[int, Positions] = {**there.owned, **there.positions}
         if is_apart:  # parts that were split off may have samples beside others that have none
@@ -306,7 +307,7 @@ class DyePropagator(Propagator):
         """
         before, step = history(quantities.values()), described(node)
         for position, columns in self._pushed(node, quantities) if before.is_whole else ():
-            self.is_cut |= position not in apart and not largest(columns.mat)
+            self.is_cut |= position not in apart and is_zero(columns.mat)
             units = [rounding_unit(block) for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
             yield position, Dye(columns, True, 0, before.size, max(before.unit, *units), way)

@@ -28,6 +28,8 @@ _COARSEST = 0.06
 # The number of different weights. In a larger batch samples share them, but different samples in
 # each pass.
 _LEVELS = 9
+# Along each axis, so many entries are looked at before all of them are.
+_FEW = 8
 Positions = int | Tensor  # how many entries of axis 0 each sample has, or a mask [N, R]
 
 
@@ -292,6 +294,12 @@ def largest(tensor: Tensor) -> float:
     low, high = tensor.aminmax()  # one pass suffices if all entries are finite
     value = float(torch.maximum(-low, high))
     return value if isfinite(value) else float(tensor.abs().nan_to_num(0, 0, 0).max())
+
+
+def is_zero(columns: Tensor) -> bool:
+    """Whether no finite entry of columns ``[V, *]`` differs from zero."""
+    few = columns[(slice(_FEW),) * columns.dim()]  # usually, these show it
+    return not largest(few) and not largest(columns)
 
 
 def _floor(tensor: Tensor) -> float:

@@ -54,8 +54,8 @@ class Trust:
         Args:
             after: 1 for the current pass, which ``passes`` counts already; 0 for the next one.
         """
-        before = self.passes - after
-        return before & (before - 1) == 0
+        number = self.passes + 1 - after
+        return number & (number - 1) == 0
 
     def is_enough(self, after: int = 1) -> bool:
         """Whether a pass need not be measured: nothing more can be shown, and it is not due."""
