@@ -14,7 +14,7 @@ from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
 
-N, T, PASSES = 4, 3, 12
+N, T, PASSES = 4, 3, 15
 
 EXTENSIONS: dict[str, Callable[[], Any]] = {
     "some": lambda: BatchGrad(subsampling=[2, 0]),
