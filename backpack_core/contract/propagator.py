@@ -139,8 +139,7 @@ class Propagator(ABC):
             samples. If not, a net with parameters there raises an error.
         only_at_losses: Whether something is read at losses only, so that it does not matter where
             samples lie at other calls.
-        starts_everywhere: Whether each call sends a new quantity, not one that arrived. Losses are
-            then propagated node by node.
+        starts_everywhere: Whether each call sends a new quantity, not one that arrived.
         sheds_everywhere: Whether :meth:`shed` may split something off at every call, and
             :meth:`cross` at every node. Otherwise :meth:`shed` is called at losses and for
             residuals only.
@@ -206,6 +205,10 @@ class Propagator(ABC):
         Returns:
             A reading for each name, in order.
         """
+
+    def goes_inside(self, quantity: Any) -> bool:
+        """Whether a quantity at a loss goes on node by node, instead of by :meth:`propagate`."""
+        return False
 
     def arrive(self, rule: LayerRule, view: View, waiting: Any | None) -> Any | None:
         """The quantity at the output of a call, from what was sent there; at a loss, it starts.

@@ -64,22 +64,18 @@ def returned_by_libraries(run: Any) -> list[Observer]:
     for observer in found:
         if not isinstance(observer, Observer):
             raise PluginCodeError(f"backpack_run must return an Observer. Got {observer!r:.80}.")
-    for argument, word, library in _answered_by(run.context):
-        if not answers(found, argument):
+    check, gradient = run.context.check, run.context.gradient
+    for argument, word, is_asked, library in (
+        ("check", check, check == "always", "backpack-checks"),
+        ("gradient", gradient, gradient != "autograd", "backpack-interplay"),
+    ):
+        if is_asked and not answers(found, argument):
             raise missing(
                 f"backpack({argument}={word!r}) needs a library that is not there: "
                 f"pip install {library}.",
                 library.removeprefix("backpack-"),
             )
     return found
-
-
-def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
-    """The arguments that core leaves to libraries: name, value, and the library."""
-    if context.check == "always":
-        yield "check", context.check, "backpack-checks"
-    if context.gradient != "autograd":
-        yield "gradient", context.gradient, "backpack-interplay"
 
 
 def answers(observers: Iterable[Observer], argument: str) -> bool:

@@ -174,7 +174,8 @@ class Sink:
             value = None
             try:
                 use = self.survey.uses[id(parameter)]
-                if use.is_wanted and (not use.unruled or wants_unruled(extension)):
+                is_left_out = use.unruled and extension.fail_mode in ("warning", "silent")
+                if use.is_wanted and not is_left_out:
                     shown = uses[0] if len(uses) == 1 else joined(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
                     shown.parameter = parameter
@@ -244,11 +245,6 @@ class Replaced:
 
 
 replaced = Replaced()
-
-
-def wants_unruled(extension: Extension) -> bool:
-    """Whether an extension wants a value for parameters of modules without a rule."""
-    return extension.fail_mode not in ("warning", "silent")
 
 
 def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:

@@ -15,6 +15,8 @@ from backpack_checks.dye import DyePropagator
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack_core.testing import temporary_plugin
+from backpack_layers.loss_regression import MSELossRule
 from tests import oracle
 from tests.cases import Net, classification, mlp
 from tests.core.functional import VmapCube
@@ -238,6 +240,47 @@ def test_passes_that_are_measured(measured: list[int]) -> None:
         for _ in range(3):
             problem.run(BatchGrad(), check=check)
         assert len(measured) == before + more
+
+
+class Centred(nn.MSELoss):
+    """Not a sum over samples, which its rule claims."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input - input.mean(0), target)
+
+
+class CentredRule(MSELossRule):
+    module_types = (Centred,)
+
+
+def _against(lossfunc: nn.Module, model: nn.Module, **options: Any) -> None:
+    loss = extend(lossfunc)(extend(model)(torch.randn(N, 3)), torch.zeros(N, 3))
+    with backpack(BatchGrad(), **options):
+        loss.backward()
+
+
+def test_a_rule_of_a_loss_is_not_believed_before_a_pass_went_well() -> None:
+    model = nn.Linear(3, 3)
+    with temporary_plugin(CentredRule):
+        for _ in range(3):
+            with pytest.raises(SampleMixingError, match="axis 0"):
+                _against(Centred(), model)
+
+
+def test_nodes_of_losses_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, original = list[bool](), DyePropagator.goes_inside
+
+    def noted(self: DyePropagator, quantity: Any) -> bool:
+        found.append(original(self, quantity))
+        return found[-1]
+
+    monkeypatch.setattr(DyePropagator, "goes_inside", noted)
+    model = nn.Linear(3, 3)
+    for _ in range(5):
+        _against(nn.MSELoss(), model)
+    assert found == [True, False, False]  # in the passes 1, 2 and 4
+    _against(nn.MSELoss(), model, check="always")
+    assert found[3:] == [True]
 
 
 def test_another_structure_is_measured_anew(measured: list[int]) -> None:

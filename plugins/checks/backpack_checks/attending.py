@@ -61,7 +61,8 @@ class Checks(PlanObserver):
             return
         run.context.seen.add("measured")
         self.needs_autograd = True
-        self._measurement = measurement = Measurement(run.survey, run.roots, trust, self._question)
+        what = run.survey, run.roots, trust, self._question, self._is_always
+        self._measurement = measurement = Measurement(*what)
         keeping = [group.propagator.keeps_apart for group in run.groups]
         if keeping and all(keeping) and not run.context.beside:
             self._sums = SumCheck(run.survey, run.groups, trust)

@@ -67,18 +67,19 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(self, judge: Judge, survey: GraphSurvey) -> None:
+    def __init__(self, judge: Judge, survey: GraphSurvey, trusts_rules: bool) -> None:
         """Begin.
 
         Args:
             judge: Compares columns; it has the weights and the question to answer.
             survey: What is known about the graph.
+            trusts_rules: Whether an earlier pass has shown that rules keep samples apart.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
         # Whether nodes can be called without harm to checkpoints, as other quantities call them.
         self._unpacks_twice = all(call.unpacks_twice for call, _ in survey.sites)
         self._survey = survey
-        self._owners = Owners(survey)
+        self._owners, self._trusts_rules = Owners(survey), trusts_rules
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -90,7 +91,11 @@ class DyePropagator(Propagator):
         return self._dyed(Dye(columns, way=way), edge.node, edge.output_nr)
 
     def start(self, rule: LayerRule, view: View) -> Dye:
-        """The gradient at a loss; :meth:`cross` weights it where samples begin."""
+        """The gradient at a loss; :meth:`cross` weights it where samples begin.
+
+        A rule of a loss says that it is a sum over samples. So if only separate samples matter, and
+        a pass has shown that once, its nodes are passed by, as those of layers are.
+        """
         assert view.grad_output is not None
         key, survey = (view.call, view.index), self._survey
         edge = survey.sites[key].edge
@@ -99,7 +104,13 @@ class DyePropagator(Propagator):
             owners = None if is_usual else rows_at_loss(survey, key)
             if is_usual or owners is not None:
                 rule.check_apart(view, owners)
+            if is_usual and self._trusts_rules and self._is_told_by_autograd(view):
+                return OPEN._replace(way=(view.path,))
         return self.begin(view.grad_output, edge, IN_LOSS, (view.path,))
+
+    def goes_inside(self, quantity: Dye) -> bool:
+        """Whether the nodes inside of a loss are gone through."""
+        return not quantity.positions
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare the arrived columns, and start anew with autograd's gradient at this output.
@@ -150,9 +161,13 @@ class DyePropagator(Propagator):
         A rule keeps samples apart by contract. So if only that matters, the products of the rule
         are not computed: autograd's gradient is taken at the next operation that may mix samples.
         """
+        return not self._question.is_curvature and self._has_samples_in_front(view)
+
+    def _has_samples_in_front(self, view: View) -> bool:
+        """Whether all inputs of a call with a gradient have an entry of axis 0 for each sample."""
         is_other = view.axis or view.call.goes_inside or view.positions != 1
         received = [view.stored.inputs[position] for position in _live(view)]
-        if self._question.is_curvature or is_other or not received:
+        if is_other or not received:
             return False
         # One of several inputs may have samples elsewhere: the states of a recurrent layer.
         is_known = len(received) == 1 or not any(
@@ -161,24 +176,30 @@ class DyePropagator(Propagator):
         return is_known and all(map(self._weights.fit, received))
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> Dyes:
-        """Columns at the inputs, by the rule; if it fails, the dye ends here."""
+        """Columns at the inputs, by the rule; if it fails, the dye ends here.
+
+        Of a rule that keeps samples apart, the first column is enough: it is weighted behind it.
+        """
         if quantity.positions:
             return dict.fromkeys(_live(view), quantity)
         lost = dict.fromkeys(_live(view), LOST)
         if not self._question.is_per_sample and rule.mixes_samples(view):
             return lost  # the rule is for single samples
+        mat, is_anew = quantity.columns.mat, quantity.columns.blocks.keys() == {OF_LOSS}
+        is_one = is_anew and self._trusts_rules and self._has_samples_in_front(view)
         try:
             rule.check(view)
             with torch.no_grad():
-                products = rule.jac_t_mat_prod(view, quantity.columns.mat)
+                products = rule.jac_t_mat_prod(view, mat[:1] if is_one else mat)
         except OverwrittenInputError:
             raise
         except Exception:  # the other quantities may not need this product
             return lost
         unit = max(quantity.unit, self._unit_inside(view))
+        found = [p if p is None or not is_one else self._weights.dyed(p[0]) for p in products]
         return {
             i: quantity._replace(columns=quantity.columns.split(p), unit=unit)
-            for i, p in enumerate(products)
+            for i, p in enumerate(found)
             if p is not None
         }
 

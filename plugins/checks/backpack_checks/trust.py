@@ -70,13 +70,19 @@ class Measurement:
     """
 
     def __init__(
-        self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
+        self,
+        survey: Survey,
+        roots: Sequence[Edge],
+        trust: Trust,
+        question: Question,
+        is_always: bool = False,
     ) -> None:
         assert isinstance(survey, GraphSurvey)  # see :func:`trust_in`
         # Extended losses tell where samples are, so that one guess suffices; functions do not.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
-        self.dye = DyePropagator(Judge(weights, question, survey.is_told, survey.is_unread), survey)
+        judge = Judge(weights, question, survey.is_told, survey.is_unread)
+        self.dye = DyePropagator(judge, survey, not (is_always or trust.open_sites is None))
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # stays so if the pass fails

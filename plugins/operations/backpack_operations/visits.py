@@ -101,8 +101,9 @@ class GraphTraversal(StraightTraversal):
         lane, site, view, carrier, _ = visit
         call, propagator = site.call, self.groups[lane].propagator
         goes_inside = call in self.survey.opened
-        is_rule = not carrier.gives_values
-        if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
+        if call.rule.is_loss:
+            goes_inside = propagator.goes_inside(quantity)
+        if goes_inside and not carrier.gives_values:
             self._send_below(visit, quantity)
             return
         if not any(call.edges):
