@@ -231,10 +231,10 @@ class _Run:
                 "The loader gave no batch, so nothing is computed. Give a DataLoader or a list: "
                 "it is iterated again, which an iterator or a generator does not allow."
             )
-        parameters = carriers(self.model)
+        parameters, are_given_up = carriers(self.model), self.checkpoint is None
         values = {
             (path, e.savefield): e.as_stored(value, parameters[path][0])
-            for path, e, value in states.values()
+            for path, e, value in states.values(are_given_up)
         }
         if self.is_sharded:
             values = self._placed(values, readers)

@@ -204,8 +204,9 @@ class State:
             divisor *= max(1, self.samples) if part.way == "mean" else 1
             if divisor == 1:
                 found[name] = whole if is_given_up else whole.clone()
-            else:
-                found[name] = whole.div_(divisor) if is_given_up else whole / divisor
+            else:  # only sums lie in memory of their own
+                is_own = is_given_up and part.way in LINEAR
+                found[name] = whole.div_(divisor) if is_own else whole / divisor
         return over.marked(over.put_together(found, shape), self.plugins)
 
     def _power(self, part: Part, normaliser: float | None) -> float:

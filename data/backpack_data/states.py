@@ -140,8 +140,11 @@ class States:
                 "its values are not those of all: begin anew (reset()) after freezing parameters."
             )
 
-    def values(self) -> Iterator[tuple[str, Extension, Any]]:
+    def values(self, are_given_up: bool = False) -> Iterator[tuple[str, Extension, Any]]:
         """The values for all batches, as triples of path, extension and value.
+
+        Args:
+            are_given_up: Whether the states are no longer needed, so their memory may be taken.
 
         Raises:
             UnsupportedError: A batch did not reach a parameter, and the value is an average over
@@ -157,7 +160,7 @@ class States:
                     "extension out, or the parameter, with requires_grad_(False)."
                 )
             state.normaliser = self.normaliser
-            yield path, extension, state.value(self.shapes[path])
+            yield path, extension, state.value(self.shapes[path], are_given_up)
 
     # Files ---------------------------------------------------------------------------------------
 

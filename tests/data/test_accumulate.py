@@ -39,6 +39,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_data import Quantities, accumulate, combined
+from backpack_data.states import States
 from backpack_products import FirstOrderExtension
 from backpack_secondorder.blocks import BlockDiagonal
 from tests.data.problems import (
@@ -618,3 +619,23 @@ def test_names_with_and_without_those_of_compiled_modules(tmp_path: Path, is_who
         loaded["0.wight", "kflr"]
     with pytest.raises(KeyError):
         blocks["0.wight"]
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_results_take_the_memory_of_the_states(
+    has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take twice as much at the end; a state that a file is written from stays."""
+    kept, over = list[States](), States.over
+    monkeypatch.setattr(States, "over", lambda *given: kept.append(over(*given)) or kept[-1])
+    model, lossfunc = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    data = [(torch.randn(n, 3), torch.arange(n) % 2) for n in (4, 3)]
+    options: Any = {"state_file": tmp_path / "state"} if has_file else {}
+    found = accumulate(model, lossfunc, data, DiagGGNExact(), progress=False, **options)
+    ((name, field), value), *_ = found.items()
+    (own,) = kept[0].table[name, field].tensors[""]
+    assert (own.data_ptr() == value.data_ptr()) is not has_file
+    whole = accumulate(
+        model, lossfunc, [tuple(map(torch.cat, zip(*data, strict=True)))], DiagGGNExact()
+    )
+    assert_close(value, whole[name, field])
