@@ -119,8 +119,8 @@ def test_memory_of_curvature_by_sample_is_written_again(
         with backpack(extension := kind()):
             lossfunc(model(torch.randn(SAMPLES, *shape)), targets).backward()
         seen.append(getattr(first.weight, extension.savefield).data_ptr())
-    # A measured pass stores results in other memory.
-    assert sum(one != other for one, other in pairwise(seen)) <= 6
+    # Two results exist at once when a measured pass is between others.
+    assert len({*seen}) <= 2
 
 
 class _Holding(TorchDispatchMode):
