@@ -119,7 +119,7 @@ def test_memory_of_curvature_by_sample_is_written_again(
         with backpack(extension := kind()):
             lossfunc(model(torch.randn(SAMPLES, *shape)), targets).backward()
         seen.append(getattr(first.weight, extension.savefield).data_ptr())
-    # Two results exist at once when a measured pass is between others.
+    # Each result takes the memory of one of the two before it.
     assert len({*seen}) <= 2
 
 
