@@ -73,6 +73,7 @@ class BackwardPass:
         between: What lies between calls.
         survey: What is known about the graph.
         groups: What travels: the context's groups, and what observers add.
+        extensions: Who stores results: the context's extensions, and those that observers add.
         schedule: Where quantities wait.
         traversal: Reads and sends; ``None`` if a library visits all calls in its own way.
         sink: Takes results.
@@ -120,7 +121,7 @@ class BackwardPass:
         if not accumulates:
             self.between.returned = arguments.returned()
         self.survey: Survey = self.between.survey
-        self.groups = [*context.groups]
+        self.groups, self.extensions = [*context.groups], [*context.extensions]
         self.schedule: Schedule = self.between.schedule(self.between, self.groups)
         self.sink: Any = self.between.sink(self.survey)
         self.observers = own_observers(context, self.survey)

@@ -89,15 +89,13 @@ class Sink:
 
     Attributes:
         survey: What is known about the graph.
-        watcher: If an observer has set it: called after a group has read a parameter, with the
-            group, the parameter, its reading over all uses, and whether a gradient arrives there.
         new: The ``id`` of each parameter with results of passes under way.
         deferred: Values of extensions that finish when the pass is over.
         normalisers: What the visited losses divide by, for these extensions.
         noted: What was stored, in order; ``None`` if nobody asks for it.
+        unreached: The ``id`` of each parameter that was read where no gradient arrives.
     """
 
-    watcher: Callable[[Group, Tensor, Any, bool], None] | None = None
     noted: list[tuple[Extension, Tensor, Any]] | None = None
     new: Collection[int] = ()
 
@@ -105,6 +103,7 @@ class Sink:
         self.survey = survey
         self.deferred: dict[Extension, dict[Tensor, Any]] = {}
         self.normalisers: list[Normaliser] = []
+        self.unreached: set[int] = set()
         self._memory: set[int] = set()  # of results
 
     def note(
@@ -148,7 +147,8 @@ class Sink:
         """Have all extensions of a group read parameters, each with all of its uses."""
         module, known = view.call.module, self.survey.uses
         way = "autodiff" if any(known[id(p)].unruled for p, _ in complete) else "rule"
-        reached = [len(uses) > 1 or view.is_reached for _, uses in complete]
+        if not view.is_reached:
+            self.unreached.update(id(parameter) for parameter, _ in complete)
         try:
             for extension in group.extensions:
                 if (watch := group.watch) is None:
@@ -160,9 +160,6 @@ class Sink:
                     if value is not None:
                         value = unshared(extension.as_stored(value, parameter), view, self._memory)
                     self.store(extension, parameter, value)
-            if self.watcher is not None:
-                for (parameter, uses), is_reached in zip(complete, reached, strict=True):
-                    self.watcher(group, parameter, joined(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise

@@ -597,7 +597,6 @@ def test_settings() -> None:
     "options",
     [
         {"check": "always"},
-        {"gradient": "shared"},
         {"debug": True},
     ],
     ids=lambda options: next((f"{k}-{v}" for k, v in options.items() if not callable(v)), ""),
@@ -607,6 +606,117 @@ def test_what_the_engine_does(options: dict[str, Any]) -> None:
     for _ in range(PASSES):
         ours.step(NETS["mlp"].draw(4), BatchGrad(), **options)
     assert not ours.repeated
+
+
+SHARING = {"all": BatchGrad, "squares": known.SumGradSquared, "norms": BatchL2Grad}
+
+
+@pytest.mark.grid(8)
+@pytest.mark.parametrize("extension", SHARING)
+@pytest.mark.parametrize("net", ["mlp", "cnn", *sorted(NETS.keys() - {"mlp", "cnn"})])
+def test_shared_gradients(net: str, extension: str) -> None:
+    """Sums that become gradients are repeated like other results; trust grows at some passes."""
+    torch.manual_seed(0)
+    ours, right = Twin(NETS[net].make()), Twin(NETS[net].make())
+    right.model.load_state_dict(ours.model.state_dict())
+    make = SHARING[extension]
+    for _ in range(2 * PASSES):
+        batch = NETS[net].draw(4)
+        plain = copy.deepcopy(ours)
+        try:
+            with by_the_engine():
+                expected = right.step(batch, make(), gradient="shared")
+        except BackpackError:
+            pytest.skip("it does not exist for this net")
+        found = ours.step(batch, make(), gradient="shared")
+        assert not differs(found, expected)
+        gradients = [grad for grad, *_ in plain.step(batch, make())[-1]]
+        for (one, *_), other in zip(found[-1], gradients, strict=True):
+            assert (one is None) is (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert ours.repeated or net in ("lstm", "slopes")
+
+
+def test_sums_are_trusted_later() -> None:
+    """A gradient that was zero shows nothing; later passes have another recording."""
+    net = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(30, 4))
+    ours, right = Twin(net), Twin(copy.deepcopy(net))
+    counts = list[int]()
+    for number in range(40):
+        batch = torch.randn(5, 2, 12) * (number > 9), torch.randint(4, (5,))
+        found = ours.step(batch, BatchGrad(), gradient="shared")
+        with by_the_engine():
+            expected = right.step(batch, BatchGrad(), gradient="shared")
+        assert not differs(found, expected)
+        counts.append(ours.repeated)
+    assert counts[9] > 0
+    assert counts[-1] > counts[16] + PASSES
+
+
+class Undefined(torch.autograd.Function):
+    """Passes its input on, and now and then no gradient."""
+
+    given = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        return grad if Undefined.given else None
+
+
+class Added(nn.Module):
+    """Two layers whose outputs are added, one of them behind :class:`Undefined`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(2, 3, 3), nn.Conv1d(2, 3, 3)
+        self.last = nn.Linear(30, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        both = Undefined.apply(self.first(x)) + self.second(x)  # type: ignore[no-untyped-call]
+        return self.last(both.flatten(1))
+
+
+def test_gradients_that_are_undefined_stay_so() -> None:
+    torch.manual_seed(0)
+    ours = Twin(Added())
+    right = Twin(copy.deepcopy(ours.model))
+    for number in range(24):
+        batch = torch.randn(5, 2, 12), torch.randint(4, (5,))
+        Undefined.given = number < 17 or number % 2 == 0
+        found = ours.step(batch, BatchGrad(), gradient="shared", check="never")
+        with by_the_engine():
+            expected = right.step(batch, BatchGrad(), gradient="shared", check="never")
+        assert not differs(found, expected)
+        assert (found[-1][0][0] is None) is not Undefined.given
+    assert ours.repeated > 5
+
+
+def test_passes_that_share_nothing_have_recordings_of_their_own() -> None:
+    """With a leaf among the roots, autograd computes every gradient."""
+    torch.manual_seed(0)
+    models = [extend(NETS["cnn"].make().double()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    lossfunc, leaf = extend(nn.CrossEntropyLoss()), torch.ones((), requires_grad=True)
+    repeated = 0
+    for number in range(30):
+        x, y = NETS["cnn"].draw(4)
+        found = list[Any]()
+        for model, around in zip(models, (nullcontext(), by_the_engine()), strict=True):
+            model.zero_grad()
+            loss = lossfunc(model(x.double()), y)
+            roots = [loss, leaf] if number % 3 == 1 else [loss]
+            with around, backpack(BatchGrad(), gradient="shared", check="never") as block:
+                torch.autograd.backward(roots)
+            repeated += block._history["repeated a recording"]
+            found.append([(p.grad, p.grad_batch) for p in model.parameters()])  # type: ignore
+        assert not differs(*found)
+        assert not any(hasattr(p, "_backpack_gradient") for p in models[0].parameters())
+    assert repeated > PASSES
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn", "residual", "frozen"])

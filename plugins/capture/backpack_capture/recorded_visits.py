@@ -173,7 +173,6 @@ class Recording(Driver):
         self._entry, self._world, self._attributes = entry, world(), attributes_of(structure)
         self._recorder, self._places = _VisitRecorder(), [*structure.sites]
         self._sites, self._forms = [*structure.sites.values()], dict[Number, tuple[Any, ...]]()
-        self._extensions = {id(e): number for number, e in enumerate(run.context.extensions)}
         self._parameters = {id(p): number for number, p in enumerate(structure.parameters)}
         self._stores, self._order = list[list[Store]](), list[int]()
         self._turns, self._alike = list[int](), list[tuple[int, ...]]()
@@ -209,7 +208,7 @@ class Recording(Driver):
         drop()  # memory that only this pass could write to
         with seen_by(recorder), recorder:
             self.visit(run, site, grads, others)
-            self._note(noted_at_visit(run))
+            self._note(run, noted_at_visit(run))
         self._note_settings()
         self._order.append(recorder.place)
         recorder.site, recorder.place, recorder.visits = None, -1, recorder.visits + 1
@@ -299,10 +298,11 @@ class Recording(Driver):
         self._recorder.program.steps += self._recorder.pauses
         self._recorder.pauses.clear()
 
-    def _note(self, results: list[Result]) -> None:
+    def _note(self, run: BackwardPass, results: list[Result]) -> None:
         """Note what was stored at a visit, or at the end."""
         recorder = self._recorder
         stores, made = list[Store](), list[int | None]()
+        extensions = {id(e): number for number, e in enumerate(run.extensions)}
         for extension, parameter, value in results:
             try:
                 apart = Apart(value)
@@ -312,7 +312,7 @@ class Recording(Driver):
             if any(tensor.nbytes > LARGEST for tensor in apart.tensors):
                 recorder.refusal = "results are so large that replays would save no time"
                 return
-            who, number = self._extensions.get(id(extension)), self._parameters.get(id(parameter))
+            who, number = extensions.get(id(extension)), self._parameters.get(id(parameter))
             if who is None or number is None:
                 recorder.refusal = "a result is not stored on a parameter of the structure"
                 return
@@ -334,7 +334,7 @@ class Recording(Driver):
         if recorder.refusal is None and (run.sink.deferred or run.sink.noted):
             results = noted_at_visit(run)
             with seen_by(recorder), recorder:
-                self._note([*results, *finished(run)])
+                self._note(run, [*results, *finished(run)])
             self._write_pause()
         if recorder.refusal is not None:
             entry.refusal = recorder.refusal

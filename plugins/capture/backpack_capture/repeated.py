@@ -78,9 +78,12 @@ class Repeated(Driver):
             raise changed_gradient(run.view(site, grads[site.edge.output_nr]), others)
         if (site.call, site.index) not in self._order:  # another thread has missed that
             return
-        extensions = run.context.extensions
-        for store, value in self.results(site, grads[site.edge.output_nr]):
-            run.sink.store(extensions[store.extension], self._parameters[store.parameter], value)
+        grad, extensions = grads[site.edge.output_nr], run.extensions
+        for store, value in self.results(site, grad):
+            parameter = self._parameters[store.parameter]
+            run.sink.store(extensions[store.extension], parameter, value)
+            if grad is None:
+                run.sink.unreached.add(id(parameter))
 
     def results(self, site: Site, grad: Tensor | None) -> list[tuple[Store, Any]]:
         """What a visit computes."""
@@ -122,7 +125,7 @@ class Repeated(Driver):
     def end(self, run: BackwardPass) -> None:
         """Store the results that waited for the end."""
         for store, value in self.last():
-            field = run.context.extensions[store.extension].savefield
+            field = run.extensions[store.extension].savefield
             setattr(self._parameters[store.parameter], field, value)
 
     def last(self) -> list[tuple[Store, Any]]:
@@ -174,7 +177,7 @@ class Compared(Repeated):
         noted: list[Result],
         where: tuple[str, str],
     ) -> None:
-        extensions = run.context.extensions
+        extensions = run.extensions
         same = len(ours) == len(noted)
         for (store, value), (extension, parameter, right) in zip(ours, noted, strict=False):
             same &= extensions[store.extension] is extension

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import inf
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -173,6 +173,7 @@ class Entry:
         is_alone: Whether the passes run without autograd, in our own order.
         is_shown: Whether they have an ``extension_hook`` or an ``observer``, which need a visit at
             every module.
+        added: What observers of the passes add to visits.
         passes: How many passes have run.
         uses: How many of them used the recording.
         misses: How many passes in a row could not use it, since something differs.
@@ -181,8 +182,10 @@ class Entry:
         refusal: Why none will be made; empty otherwise.
     """
 
-    def __init__(self, extensions: Sequence[Extension], is_alone: bool, is_shown: bool) -> None:
-        self.is_alone, self.is_shown = is_alone, is_shown
+    def __init__(
+        self, extensions: Sequence[Extension], is_alone: bool, is_shown: bool, added: Hashable
+    ) -> None:
+        self.is_alone, self.is_shown, self.added = is_alone, is_shown, added
         self.form = [(type(extension), {**vars(extension)}) for extension in extensions]
         self.passes = self.uses = self.misses = self.renewals = 0
         self.recorded: Recorded | None = None

@@ -8,7 +8,7 @@ time when results are stored do not change. A recording is compared with the eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from backpack_capture._torch import is_ordinary
@@ -38,12 +38,14 @@ class Visits(PlanObserver):
         """A driver by a valid recording, or one that makes a recording, or ``None``."""
         if not _may_repeat(run):
             return None
-        is_alone = any(each.goes_alone(run, planned, structure) for each in of_plans(run))
+        observers = of_plans(run)
+        is_alone = any(each.goes_alone(run, planned, structure) for each in observers)
         is_hooked = run.context.extension_hook is not None
         if is_hooked and planned.plan.facts is not None:  # it waits for operations of parameters
             return None
         is_shown = is_hooked or run.context.observer is not None
-        entry = _entry(planned, run.context.extensions, is_alone, is_shown)
+        kind = is_alone, is_shown, tuple([each.adds(run) for each in observers])
+        entry = _entry(planned, run.context.extensions, kind)
         if entry is None or entry.refusal:
             return None
         entry.passes += 1
@@ -83,16 +85,15 @@ def _may_repeat(run: BackwardPass) -> bool:
 
 
 def _entry(
-    planned: Planned, extensions: Sequence[Any], is_alone: bool, is_shown: bool
+    planned: Planned, extensions: Sequence[Any], kind: tuple[bool, bool, Hashable]
 ) -> Entry | None:
     known: list[Entry] = planned.kept.setdefault(Visits, [])
-    kind = is_alone, is_shown
-    alike = (entry for entry in known if (entry.is_alone, entry.is_shown) == kind)
+    alike = (entry for entry in known if (entry.is_alone, entry.is_shown, entry.added) == kind)
     found = next((entry for entry in alike if entry.is_of(extensions)), None)
     if found is None:
         if any(map(_has_loose_settings, extensions)):
             return None
-        found = Entry(extensions, is_alone, is_shown)
+        found = Entry(extensions, *kind)
         known.append(found)
         del known[:-MOST]
     return found

@@ -8,7 +8,7 @@ which calls hooks and accumulates ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from backpack_checks._torch import hook_leaf_first
 from backpack_checks.sums import SumCheck
 from backpack_checks.trust import Trust, known_of
 from backpack_core._torch import Node
-from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Options
 from backpack_core.engine.active import Group
 from backpack_core.engine.backward import BackwardPass
@@ -31,6 +30,7 @@ from backpack_operations.observer import PlanObserver
 from backpack_operations.order import behind
 from backpack_products import operations
 from backpack_products.column_propagator import OutputGradient
+from backpack_products.extensions import FirstOrderExtension
 from backpack_products.product import SampleProduct
 
 Key = tuple[int, str]  # a use: the number of the site in the walk, the name of the parameter there
@@ -79,6 +79,33 @@ class WithoutGradients(PlanObserver):
         self._aside = []
 
 
+class GradientSum(FirstOrderExtension):
+    """Reads sums over samples that become gradients, or that autograd's are compared with.
+
+    Attributes:
+        left: The parameters whose gradient is the sum, by ``id``.
+        judged: The ``id`` of those whose sum is compared, if it costs little.
+    """
+
+    savefield = "_backpack_gradient"
+    needs = (operations.batch_sum,)
+
+    def __init__(self, left: Mapping[int, Tensor], judged: Collection[int]) -> None:
+        super().__init__()
+        self.left, self.judged = left, judged
+
+    def read(self, product: SampleProduct) -> Tensor | tuple[()]:
+        """The sum over samples, if it is wanted."""
+        key = id(product.parameter)
+        is_wanted = key in self.left or (key in self.judged and operations.has_free_sum(product))
+        return operations.batch_sum(product).squeeze(0) if is_wanted else ()
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """Take what was stored on a parameter away; returns it if it is a sum."""
+        value = parameter.__dict__.pop(self.savefield, None)
+        return value if isinstance(value, Tensor) else None
+
+
 class PlainGradient(PlanObserver):
     """The parameters of a pass that get the sum of their product as gradient, and these sums.
 
@@ -86,24 +113,30 @@ class PlainGradient(PlanObserver):
 
     Attributes:
         kept: What earlier passes of this structure showed.
+        needs_visits: Whether sums are compared in this pass.
     """
 
     answers = frozenset({"gradient"})
+    needs_survey = True
     kept: Trust | None = None
 
     def __init__(self) -> None:
-        self._first: Extension | None = None  # of the group of per-sample gradients
+        self._sum = GradientSum({}, ())
         self._sums: dict[int, Tensor] = {}
         self._summed: set[Hashable] = set()
         self._judged: dict[int, _Candidate] = {}
         self._left: dict[int, Tensor] = {}
+        self._read: list[Tensor] = []  # all parameters of the pass
         self._handles: list[Any] = []
-        self._is_stored = False
 
     def goes_by(self, kept: Trust | None) -> bool:
         """Take over what earlier passes showed; a plan may always be used."""
-        self.kept = kept
+        self.kept, self.needs_visits = kept, kept is None or kept.is_due(after=0)
         return True
+
+    def adds(self, run: BackwardPass) -> Hashable:
+        """The parameters whose sums are read."""
+        return run.may_narrow and self.kept is not None and frozenset(self.kept.summed)
 
     def options(self, run: BackwardPass, given: Options) -> Options:
         """The ``inputs=`` of autograd's pass, if any product gives a sum."""
@@ -116,11 +149,13 @@ class PlainGradient(PlanObserver):
             _say("create_graph=True asks for gradients with a graph")
             return {}
         self._decide(survey, group)
+        self._sum = GradientSum(self._left, self._judged)
+        self._read = [use.parameter for use in survey.uses.values()]
         lane = [each.first for each in run.groups].index(group.first)
         own = run.groups[lane]  # to which a check may have been added
-        # Readings must support the sum, too.
-        run.groups[lane] = own._replace(needs=own.needs | {operations.batch_sum})
-        run.sink.watcher = self.take
+        readers, needs = (*own.extensions, self._sum), own.needs.union(self._sum.needs)
+        run.groups[lane] = own._replace(extensions=readers, needs=needs)
+        run.extensions.append(self._sum)
         if self._judged:
             run.context.seen.add("measured")
         return inputs_without(self._left, survey, leaves) if self._left else {}
@@ -131,7 +166,6 @@ class PlainGradient(PlanObserver):
         In the passes 1, 2, 4, 8, … of a structure it leaves out none, and all sums are compared
         with autograd's gradients.
         """
-        self._first = group.first
         if self.kept is None or not survey.is_planned:
             self.kept = known_of(survey, group.needs)
         else:
@@ -143,37 +177,15 @@ class PlainGradient(PlanObserver):
             for key, (parameter, uses) in candidates.items()
             if key not in self._judged and self._summed.issuperset(uses)
         }
-        # An extension may store the sum as its result, which must not become ``.grad`` as well.
-        self._is_stored = operations.batch_sum in group.needs
         self._handles = [
             hook_leaf_first(parameter, self, PlainGradient._judge)
             for parameter, _ in self._judged.values()
         ]
 
-    def take(self, group: Group, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
-        """Take the sum over samples of a product that the extensions read, if it is wanted.
-
-        Args:
-            group: The group that read it.
-            parameter: The parameter.
-            whole: The product of all uses.
-            is_reached: Whether any gradient arrives; if not, autograd stores none.
-        """
-        key = id(parameter)
-        is_wanted = key in self._left or key in self._judged
-        if group.first is not self._first or not is_wanted:
-            return
-        if key in self._judged and not operations.has_free_sum(whole):
-            return
-        if not is_reached:
-            self._left.pop(key, None)
-            return
-        total = operations.batch_sum(whole).squeeze(0)
-        self._sums[key] = total.clone() if self._is_stored else total
-
     def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
         """Compare a sum with autograd's gradient; trust the parameter from then on, or not."""
-        total, uses = self._sums.pop(id(parameter), None), self._judged[id(parameter)][1]
+        total = self._sum.take(parameter)
+        uses = self._judged[id(parameter)][1]
         if total is None or not total.numel():
             return
         size = float(gradient.detach().abs().max())
@@ -184,12 +196,21 @@ class PlainGradient(PlanObserver):
             self._summed.update(uses)
 
     def leave(self) -> None:
-        """Remove the hooks; called at the end of the pass, also after an error."""
+        """Take the sums from the parameters, also after an error, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self._read:
+            total = self._sum.take(parameter)
+            if total is not None:
+                self._sums[id(parameter)] = total
 
     def stored(self, run: BackwardPass) -> None:
         """Hand the sums to autograd, as a part of this pass: hooks may begin nested passes."""
+        self.leave()  # a recording may have stored some at the end
+        uses = run.survey.uses
+        for key in run.sink.unreached & self._left.keys():
+            if uses[key].count == 1:  # autograd would store no gradient
+                del self._left[key]
         run.context.passes[-1] = run
         try:
             self._deliver()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from backpack_core.contract.observer import Grads, Observer
@@ -95,6 +95,16 @@ class PlanObserver(Observer):
         The arguments are those of :meth:`drive`.
         """
         return False
+
+    def adds(self, run: BackwardPass) -> Hashable:
+        """What its own extensions read in a pass with a known plan; ``None`` for nothing.
+
+        A driver that serves passes in which this is the same may replace the visits.
+
+        Args:
+            run: The pass, before anything is surveyed.
+        """
+        return None
 
 
 def of_plans(run: BackwardPass) -> list[PlanObserver]:
