@@ -95,7 +95,7 @@ def frozen() -> nn.Module:
 def batch_norm() -> nn.Module:
     norm = nn.BatchNorm1d(4)
     norm.running_mean.uniform_(-1, 1)
-    return nn.Sequential(nn.Linear(5, 4), norm, nn.ReLU(), nn.Linear(4, 3)).eval()
+    return nn.Sequential(nn.Linear(5, 4), norm, nn.Tanh(), nn.Linear(4, 3)).eval()
 
 
 class Net(NamedTuple):
