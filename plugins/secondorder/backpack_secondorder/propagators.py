@@ -106,6 +106,15 @@ class LossSqrt(ColumnPropagator):
         root = rule.sqrt_hessian_sampled(view, self.samples)
         return Columns.start("loss", root, scale=scale)
 
+    def split_positions(self, quantity: Columns, owners: Tensor | None, samples: int) -> Columns:
+        """Give several rows of one sample columns of their own, unless their targets were drawn.
+
+        Draws of different rows are independent, so that the outer product of their sum has the
+        right expectation: one column for each draw, however many rows a sample has.
+        """
+        is_drawn = self.samples is not None
+        return quantity if is_drawn else super().split_positions(quantity, owners, samples)
+
     def serving(self, extensions: Sequence[Extension]) -> LossSqrt:
         """Columns may be replaced if there are several and all extensions of the group allow it."""
         may_mix = self.samples != 1 and all(extension.columns_mix for extension in extensions)
@@ -133,7 +142,9 @@ class MixedSqrt(LossSqrt):
         """Send chunks on at a loss; with a narrow head, only behind that head."""
         if rule is None:  # their roots are new, so no column has a part elsewhere
             return quantity.cut(size)
-        if rule.is_loss and not is_rooted:
+        # Rows of one sample share drawn columns: each row's would be replaced in its own way.
+        is_shared = self.samples is not None and view.positions > 1
+        if rule.is_loss and not is_rooted and not is_shared:
             marked = at_head(view, quantity)
             if marked is not None:
                 return marked, ()
