@@ -51,6 +51,24 @@ def test_inner_products_and_cosines(problem, reduction: str) -> None:
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
 
 
+def test_a_mean_over_the_batch_is_taken_as_a_sum(problem) -> None:
+    """``KLDivLoss`` has its own word for a mean over samples, "batchmean"."""
+    net, train, queries = problem
+    model = nn.Sequential(net, nn.LogSoftmax(1))
+
+    def told(data: Any) -> Any:
+        inputs, classes = data
+        shares = nn.functional.one_hot(classes, net(inputs).shape[1]).movedim(-1, 1)
+        return inputs, (0.2 + shares.double()).log_softmax(1).exp()
+
+    train, queries = told(train), told(queries)
+    summed = nn.KLDivLoss(reduction="sum")
+    g, q = gradients(model, train, summed), gradients(model, queries, summed)
+    lossfunc = nn.KLDivLoss(reduction="batchmean")
+    scores = influence(model, lossfunc, loader(train, 3), loader(queries, 2), "dot")
+    assert torch.allclose(scores.values, (g @ q.T).cpu(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("size", [1e-25, 1e-20, 1e18])
 def test_cosines_of_gradients_of_any_size(problem, size: float) -> None:
     """In single precision, those of certain answers are 10⁻²⁵; their squares underflow."""

@@ -26,6 +26,7 @@ Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
 
 _HASHED = 1024  # entries of each parameter
+_MEANS = "mean", "batchmean"
 FIELD = "attribution"  # the attribute of parameters that holds results of our passes for a while
 
 
@@ -33,8 +34,8 @@ class Problem:
     """A model, a loss, and how a batch is read.
 
     The gradient of a sample is that of its own loss, without the divisor of a mean: for a loss
-    module with ``reduction="mean"``, that of ``"sum"`` is taken. Texts have the sum over their
-    tokens.
+    module with ``reduction="mean"`` or ``"batchmean"``, that of ``"sum"`` is taken. Texts have the
+    sum over their tokens.
 
     Attributes:
         model: The model. It runs in evaluation mode or without random layers.
@@ -329,7 +330,7 @@ def _some(value: Any, samples: int, part: slice) -> Any:
 
 def _summed(lossfunc: Loss) -> Loss:
     """A loss module that sums, if the given one averages; others are returned unchanged."""
-    if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "mean":
+    if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) in _MEANS:
         found: Any = copy.deepcopy(lossfunc)
         found.reduction = "sum"
         summed: Loss = unextend(found) if is_extended(found) else found
@@ -339,7 +340,7 @@ def _summed(lossfunc: Loss) -> Loss:
 
 def _is_of_torch(lossfunc: Loss) -> bool:
     """Whether a loss is known to sum if its attribute says so; others may only store the word."""
-    is_told = getattr(lossfunc, "reduction", None) in ("mean", "sum")
+    is_told = getattr(lossfunc, "reduction", None) in (*_MEANS, "sum")
     return is_told and type(lossfunc).__module__.startswith("torch.nn.")
 
 
