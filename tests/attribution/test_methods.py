@@ -436,8 +436,20 @@ def test_refusals() -> None:
             influence(noisy, lossfunc, train, queries, "dot")
     x, y = vectors(4)
     x[2] = torch.nan
+    bad = loader((x, y), 2)
     with pytest.raises(UsageError, match="training sample 2 are not finite"):
-        influence(model, lossfunc, loader((x, y), 2), queries, "dot")
+        influence(model, lossfunc, bad, queries, "dot")
+    for method in ("dot", "cosine", "logra"):
+        with pytest.raises(UsageError, match="training sample 2 are not finite"):
+            self_influence(model, lossfunc, bad, method)
+        with pytest.raises(UsageError, match="All scores for the query 2 are not finite"):
+            influence(model, lossfunc, train, bad, method)
+
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+
+    with pytest.raises(UsageError, match="The loss of a batch is nan, so it cannot be compared"):
+        influence(model, summed, train, bad[1:], "dot")
 
 
 class Noise(nn.Module):

@@ -290,6 +290,7 @@ def test_damping_adapts_by_how_well_the_model_predicts() -> None:
     assert rule(1.0, 0.3, -1.0) == 2.0
     assert rule(1.0, float("nan"), -1.0) == 2.0
     assert rule(1.0, -1.0, 0.0) == 2.0
+    assert rule(1.0, 0.0, 0.0) == 1.0
     assert rule(0.1, -1.0, -1.0) == 0.1
     assert rule(8.0, 1.0, -1.0) == 8.0
 
@@ -324,6 +325,25 @@ def test_damping_adapts_in_a_step(kind: Any, lr: float, damping: float) -> None:
     change = closure().item() - before
     assert optimizer.damping == rule(0.1, change, predicted)
     assert optimizer.damping == damping
+
+
+@BOTH
+def test_damping_stays_while_the_rate_is_zero(kind: Any) -> None:
+    """As at the first steps of a schedule: a step of length zero compares nothing."""
+    model, x, y = net()
+    extend(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    optimizer = kind(model, lr=0.0, damping=0.1, adapt=LevenbergMarquardt(every=1), **EXACT)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = lossfunc(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert optimizer.damping == 0.1
 
 
 def _dense(optimizer: Any, kind: Any) -> list[torch.Tensor]:

@@ -236,6 +236,11 @@ class Problem:
         samples = samples_in(output)
         if samples < 2:
             return
+        if not bool(loss.isfinite()):
+            raise UsageError(
+                f"The loss of a batch is {float(loss)}, so it cannot be compared with the losses "
+                "of its samples: look at their inputs and targets, or leave some out."
+            )
         with torch.no_grad():
             halves = [_some(output, samples, part) for part in (slice(1), slice(1, None))]
             wanted = [_some(targets, samples, part) for part in (slice(1), slice(1, None))]
