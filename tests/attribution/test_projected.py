@@ -114,6 +114,22 @@ def test_margins_of_certain_answers(size: float) -> None:
     assert float(Margin(nn.CrossEntropyLoss())(masked, right)) == 0.0
 
 
+class Likelihood(nn.Module):
+    """``-log p`` of the right answers, as a module of a user."""
+
+    reduction = "sum"
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction=self.reduction)
+
+
+def test_margins_that_are_not_numbers() -> None:
+    """An answer that is certain shows no margin there; NaN does not mean that."""
+    margin, right = Margin(Likelihood()), torch.tensor([0])
+    assert margin(torch.tensor([[1e4, 0.0]]), right) == 0
+    assert margin(torch.tensor([[math.nan, 0.0]]), right).isnan()
+
+
 def test_trak_of_a_model_that_is_certain() -> None:
     """In single precision as in double, though 1 - p is rounded to zero for most samples."""
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(30, 6)
