@@ -579,6 +579,11 @@ def test_results_as_a_frame_and_as_a_file(tmp_path) -> None:
     assert (again.train, again.queries, again.method) == (["a", 1, "c"], ["q", "r"], "dot")
     assert scores.sorted().train == [1, "a", "c"]
     assert scores.top(2, largest=False).identities == [["a", 1], ["a", 1]]
+    bad = Scores(torch.tensor([[1.0], [torch.nan]]), ["a", "b"], ["q"])
+    for call in (bad.top, bad.select):
+        with pytest.raises(UsageError, match="Some scores are NaN"):
+            call(1)
+    assert bad.aligned(["a"]).select(1) == ["a"]
     with pytest.raises(UsageError, match="have none for 'x'"):
         scores.aligned(["x"])
     pandas = pytest.importorskip("pandas", reason="the extra for frames is not installed")

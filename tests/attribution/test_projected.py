@@ -148,6 +148,17 @@ def test_trak_of_a_model_that_is_certain() -> None:
     assert all(float(column.abs().max()) > 0 for column in found[1].T)
 
 
+@pytest.mark.parametrize("method", [LoGra(16), TRAK(16, damping=0.1)])
+def test_scores_under_autocast_are_rounded_like_gradients(method: Any) -> None:
+    """Second moments in half precision have no small eigenvalues, and scores would miss by half."""
+    model = mlp().float()
+    data = [(x.float(), y) for x, y in loader(vectors(40), 20)]
+    wanted = influence(model, nn.CrossEntropyLoss(), data, data, method).values
+    with torch.autocast(model[0].weight.device.type, torch.bfloat16):
+        found = influence(model, nn.CrossEntropyLoss(), data, data, method).values
+    assert torch.dist(found, wanted) < 0.05 * wanted.norm()
+
+
 def test_trak_adds_margins_of_tokens() -> None:
     """A text is a row of answers, whether the loss shifts the targets or the user does."""
     model, (x, _) = Words(nn.Embedding(7, 4), nn.Linear(4, 7)), tokens(5)
@@ -275,3 +286,21 @@ def test_an_empty_store_has_no_moments(tmp_path) -> None:
     store.append([], {name: rows[:0] for name, rows in asked.items()})
     with pytest.raises(UsageError, match="has no rows yet"):
         preconditioned(store, asked)
+
+
+def test_autocast_does_not_round_what_is_stored(tmp_path) -> None:
+    """It may still be on where queries have just been computed."""
+    store = GradientStore(tmp_path / "store")
+    with store:
+        store.append(range(20), {"a": torch.randn(20, 8), "b": torch.randn(20, 4)})
+    queries = {"a": torch.randn(3, 8).float(), "b": torch.randn(3, 4).float()}
+
+    def found() -> list[torch.Tensor]:
+        solved = preconditioned(store, queries)
+        values = [store.scores(queries, cosine=cosine).values for cosine in (False, True)]
+        return [*values, store.search(queries, 3).values, *solved.values()]
+
+    wanted = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = found()
+    assert all(map(torch.equal, rounded, wanted))

@@ -143,8 +143,8 @@ class Problem:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
                 "A loss must be a tensor of one number that depends on trained parameters: add it "
-                "up, loss.sum(), and remove .detach(), .item() and torch.no_grad(). Got "
-                f"{loss!r:.80}."
+                "up, loss.sum(), and remove .detach(), .item(), torch.no_grad() and "
+                f"torch.inference_mode(). Got {loss!r:.80}."
             )
         if not self._is_known_sum or _may_broadcast(output, targets):
             self._check_sum(loss.detach(), output, targets)
