@@ -193,6 +193,7 @@ PAGES = (
             "backpack_core.contract.extension.FailMode",
             "backpack_products.extensions.as_subsampling",
             "backpack_core.preferences.preference",
+            "backpack_core.autocast.without_autocast",
             "backpack_products.contexts.suspended",
             "backpack_core.record.nested.map_tensors",
             "backpack_operations.carrier.Carrier",

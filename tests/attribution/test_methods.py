@@ -51,6 +51,24 @@ def test_inner_products_and_cosines(problem, reduction: str) -> None:
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
 
 
+def test_a_mean_over_the_batch_is_taken_as_a_sum(problem) -> None:
+    """``KLDivLoss`` has its own word for a mean over samples, "batchmean"."""
+    net, train, queries = problem
+    model = nn.Sequential(net, nn.LogSoftmax(1))
+
+    def told(data: Any) -> Any:
+        inputs, classes = data
+        shares = nn.functional.one_hot(classes, net(inputs).shape[1]).movedim(-1, 1)
+        return inputs, (0.2 + shares.double()).log_softmax(1).exp()
+
+    train, queries = told(train), told(queries)
+    summed = nn.KLDivLoss(reduction="sum")
+    g, q = gradients(model, train, summed), gradients(model, queries, summed)
+    lossfunc = nn.KLDivLoss(reduction="batchmean")
+    scores = influence(model, lossfunc, loader(train, 3), loader(queries, 2), "dot")
+    assert torch.allclose(scores.values, (g @ q.T).cpu(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("size", [1e-25, 1e-20, 1e18])
 def test_cosines_of_gradients_of_any_size(problem, size: float) -> None:
     """In single precision, those of certain answers are 10⁻²⁵; their squares underflow."""
@@ -418,8 +436,20 @@ def test_refusals() -> None:
             influence(noisy, lossfunc, train, queries, "dot")
     x, y = vectors(4)
     x[2] = torch.nan
+    bad = loader((x, y), 2)
     with pytest.raises(UsageError, match="training sample 2 are not finite"):
-        influence(model, lossfunc, loader((x, y), 2), queries, "dot")
+        influence(model, lossfunc, bad, queries, "dot")
+    for method in ("dot", "cosine", "logra"):
+        with pytest.raises(UsageError, match="training sample 2 are not finite"):
+            self_influence(model, lossfunc, bad, method)
+        with pytest.raises(UsageError, match="All scores for the query 2 are not finite"):
+            influence(model, lossfunc, train, bad, method)
+
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+
+    with pytest.raises(UsageError, match="The loss of a batch is nan, so it cannot be compared"):
+        influence(model, summed, train, bad[1:], "dot")
 
 
 class Noise(nn.Module):
@@ -549,6 +579,11 @@ def test_results_as_a_frame_and_as_a_file(tmp_path) -> None:
     assert (again.train, again.queries, again.method) == (["a", 1, "c"], ["q", "r"], "dot")
     assert scores.sorted().train == [1, "a", "c"]
     assert scores.top(2, largest=False).identities == [["a", 1], ["a", 1]]
+    bad = Scores(torch.tensor([[1.0], [torch.nan]]), ["a", "b"], ["q"])
+    for call in (bad.top, bad.select):
+        with pytest.raises(UsageError, match="Some scores are NaN"):
+            call(1)
+    assert bad.aligned(["a"]).select(1) == ["a"]
     with pytest.raises(UsageError, match="have none for 'x'"):
         scores.aligned(["x"])
     pandas = pytest.importorskip("pandas", reason="the extra for frames is not installed")

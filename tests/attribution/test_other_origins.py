@@ -127,6 +127,16 @@ def test_searches_that_cannot_be_made(tmp_path) -> None:
         store.search(queries)
 
 
+def test_products_that_overflow_have_no_order(tmp_path) -> None:
+    """Infinity minus infinity; NaN would be sorted as the largest."""
+    with GradientStore(tmp_path / "store") as store:
+        store.append([0, 1], {"a": torch.tensor([[1e25, -1e25], [1.0, 1.0]])})
+    queries = {"a": torch.full((1, 2), 1e25, dtype=torch.float32)}
+    with pytest.raises(UsageError, match="Some scores are NaN"):
+        store.search(queries, 1)
+    assert store.search(queries, 1, cosine=True).identities == [[1]]
+
+
 def test_data_of_one_sample_with_a_stride(tmp_path) -> None:
     """Every second of two samples: memory of one entry is contiguous with any stride."""
     x, y = (part[::2] for part in vectors(2))

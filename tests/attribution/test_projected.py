@@ -114,6 +114,22 @@ def test_margins_of_certain_answers(size: float) -> None:
     assert float(Margin(nn.CrossEntropyLoss())(masked, right)) == 0.0
 
 
+class Likelihood(nn.Module):
+    """``-log p`` of the right answers, as a module of a user."""
+
+    reduction = "sum"
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction=self.reduction)
+
+
+def test_margins_that_are_not_numbers() -> None:
+    """An answer that is certain shows no margin there; NaN does not mean that."""
+    margin, right = Margin(Likelihood()), torch.tensor([0])
+    assert margin(torch.tensor([[1e4, 0.0]]), right) == 0
+    assert margin(torch.tensor([[math.nan, 0.0]]), right).isnan()
+
+
 def test_trak_of_a_model_that_is_certain() -> None:
     """In single precision as in double, though 1 - p is rounded to zero for most samples."""
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(30, 6)
@@ -130,6 +146,17 @@ def test_trak_of_a_model_that_is_certain() -> None:
         found.append(scores.values.double())
     assert torch.allclose(*found, rtol=1e-2, atol=1e-4 * float(found[1].abs().max()))
     assert all(float(column.abs().max()) > 0 for column in found[1].T)
+
+
+@pytest.mark.parametrize("method", [LoGra(16), TRAK(16, damping=0.1)])
+def test_scores_under_autocast_are_rounded_like_gradients(method: Any) -> None:
+    """Second moments in half precision have no small eigenvalues, and scores would miss by half."""
+    model = mlp().float()
+    data = [(x.float(), y) for x, y in loader(vectors(40), 20)]
+    wanted = influence(model, nn.CrossEntropyLoss(), data, data, method).values
+    with torch.autocast(model[0].weight.device.type, torch.bfloat16):
+        found = influence(model, nn.CrossEntropyLoss(), data, data, method).values
+    assert torch.dist(found, wanted) < 0.05 * wanted.norm()
 
 
 def test_trak_adds_margins_of_tokens() -> None:
@@ -259,3 +286,21 @@ def test_an_empty_store_has_no_moments(tmp_path) -> None:
     store.append([], {name: rows[:0] for name, rows in asked.items()})
     with pytest.raises(UsageError, match="has no rows yet"):
         preconditioned(store, asked)
+
+
+def test_autocast_does_not_round_what_is_stored(tmp_path) -> None:
+    """It may still be on where queries have just been computed."""
+    store = GradientStore(tmp_path / "store")
+    with store:
+        store.append(range(20), {"a": torch.randn(20, 8), "b": torch.randn(20, 4)})
+    queries = {"a": torch.randn(3, 8).float(), "b": torch.randn(3, 4).float()}
+
+    def found() -> list[torch.Tensor]:
+        solved = preconditioned(store, queries)
+        values = [store.scores(queries, cosine=cosine).values for cosine in (False, True)]
+        return [*values, store.search(queries, 3).values, *solved.values()]
+
+    wanted = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = found()
+    assert all(map(torch.equal, rounded, wanted))

@@ -69,6 +69,28 @@ def test_facts_that_are_found() -> None:
         recall_at(1, scores, torch.zeros(4, 2, dtype=torch.bool))
 
 
+def test_measures_of_what_is_not_a_number() -> None:
+    """Sorted, NaN is the largest: a method without any number would find all facts."""
+    bad, relevant = torch.full((4, 1), torch.nan), torch.eye(4, dtype=torch.bool)[:, :1]
+    good, subsets = torch.arange(4.0).unsqueeze(1), halves(4, 5)
+    calls = [
+        lambda: recall_at(1, bad, relevant),
+        lambda: mean_reciprocal_rank(bad, relevant),
+        lambda: mislabelled_auc(bad, relevant[:, 0]),
+        lambda: spearman(bad, good),
+        lambda: lds(bad, subsets, torch.ones(5, 1)),
+        lambda: lds(good, subsets, torch.full((5, 1), torch.nan)),
+        lambda: lds(good / 0, subsets, torch.ones(5, 1)),
+        lambda: leave_one_out(bad, good, range(4)),
+        lambda: leave_one_out(good, good / 0, range(4)),
+        lambda: brittleness(bad, [1], lambda kept: [0], (1,)),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="must be numbers, and some are NaN"):
+            call()
+    assert recall_at(1, good.masked_fill(~relevant, -torch.inf), relevant).mean == 1.0
+
+
 def test_brittleness_is_the_count_at_which_predictions_change() -> None:
     scores = torch.arange(6.0).flip(0).unsqueeze(1)
 
@@ -113,6 +135,7 @@ def test_wrong_digits_are_found_by_their_influence_on_themselves() -> None:
     method = Influence(damping=task.decay)
     scores = self_influence(model, task.lossfunc, task.train_loader(), method)
     assert mislabelled_auc(scores.values, wrong) > 0.9
+    assert mislabelled_auc(scores, wrong) == mislabelled_auc(scores.values, wrong)
     with pytest.raises(UsageError, match="one class for each sample"):
         characters(samples=4, queries=1).mislabelled()
 

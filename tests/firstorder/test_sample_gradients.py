@@ -319,6 +319,32 @@ def test_division(form: str) -> None:
     close(whole.divide((rows, columns)).dense(), whole.dense() / torch.outer(rows, columns))
 
 
+METHODS: dict[str, Callable[[SampleGradients], Tensor]] = {
+    "dense": lambda g: g.dense(),
+    "norm": lambda g: g.norm(),
+    "inner": lambda g: g.inner(g),
+    "inner with directions": lambda g: g.inner(torch.ones(2, *g.shape[1:])),
+    "weighted_sum": lambda g: g.weighted_sum(torch.ones(len(g))),
+    "sum": lambda g: g.sum(),
+    "project": lambda g: g.project(Projection(4), "weight"),
+    "divide": lambda g: g.divide(torch.full((ROWS, COLUMNS), 3.0)).dense(),
+    "low_rank": lambda g: g.low_rank(1).dense(),
+    "prepared": lambda g: g.prepared(2**30).dense(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_rounds_nothing(form: str, method: str) -> None:
+    """Around a forward pass of queries, it is often still on where these meet what was kept."""
+    whole = SampleGradients.of(FORMS[form](4)).to(dtype=torch.float32)
+    wanted = METHODS[method](whole)
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+        found = METHODS[method](whole)
+    assert found.dtype is wanted.dtype
+    assert torch.equal(found, wanted)
+
+
 def test_factors_stay_factors() -> None:
     """What is kept takes less memory than gradients, and division by an outer product leaves it."""
     whole = SampleGradients.from_factors(torch.randn(3, 2, 40), torch.randn(3, 2, 50))

@@ -189,6 +189,7 @@ def test_agreement_at_its_edges() -> None:
     assert not zero.cosines.any()
     assert not zero.cosine_to_mean.any()
     assert Agreement(torch.tensor([[1.0, -1.0], [-1.0, 1.0]])).noise_scale == math.inf
+    assert Agreement(torch.full((2, 2), math.nan)).noise_scale.isnan()
     with pytest.raises(ShapeError, match="at least two samples"):
         _ = Agreement(torch.ones(1, 1)).noise_scale
     net = nn.Linear(1, 1)

@@ -283,6 +283,25 @@ def test_a_state_goes_on_exactly(kind: Any, settings: Any) -> None:
     assert torch.equal(values(first[0]), values(second[0]))
 
 
+@BOTH
+def test_a_step_under_autocast_is_the_same(kind: Any) -> None:
+    """The precision is chosen for the forward pass."""
+    found = []
+    for is_on in (False, True):
+        model, x, y = net()
+        model, x = extend(model.float()), x.float()
+        lossfunc = extend(nn.CrossEntropyLoss())
+        optimizer = kind(model, lr=0.1, inverses_every=1, **EXACT)
+        for part in (slice(0, None, 2), slice(1, None, 2)):
+            optimizer.zero_grad()
+            with optimizer.curvature():
+                lossfunc(model(x[part]), y[part]).backward()
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=is_on):
+                optimizer.step()
+        found.append(values(model))
+    assert torch.equal(*found)
+
+
 def test_damping_adapts_by_how_well_the_model_predicts() -> None:
     rule = LevenbergMarquardt(shrink=0.5, smallest=0.1, largest=8.0)
     assert rule(1.0, -0.9, -1.0) == 0.5
@@ -290,6 +309,7 @@ def test_damping_adapts_by_how_well_the_model_predicts() -> None:
     assert rule(1.0, 0.3, -1.0) == 2.0
     assert rule(1.0, float("nan"), -1.0) == 2.0
     assert rule(1.0, -1.0, 0.0) == 2.0
+    assert rule(1.0, 0.0, 0.0) == 1.0
     assert rule(0.1, -1.0, -1.0) == 0.1
     assert rule(8.0, 1.0, -1.0) == 8.0
 
@@ -324,6 +344,25 @@ def test_damping_adapts_in_a_step(kind: Any, lr: float, damping: float) -> None:
     change = closure().item() - before
     assert optimizer.damping == rule(0.1, change, predicted)
     assert optimizer.damping == damping
+
+
+@BOTH
+def test_damping_stays_while_the_rate_is_zero(kind: Any) -> None:
+    """As at the first steps of a schedule: a step of length zero compares nothing."""
+    model, x, y = net()
+    extend(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    optimizer = kind(model, lr=0.0, damping=0.1, adapt=LevenbergMarquardt(every=1), **EXACT)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = lossfunc(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert optimizer.damping == 0.1
 
 
 def _dense(optimizer: Any, kind: Any) -> list[torch.Tensor]:

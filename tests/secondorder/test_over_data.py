@@ -170,6 +170,15 @@ def test_conjugate_gradients(is_preconditioned: bool) -> None:
         conjugate_gradients(torch.full((2, 2), torch.nan), torch.ones(2))
 
 
+def test_conjugate_gradients_under_autocast() -> None:
+    """In half precision, the residual falls that is updated, and not that of the solution."""
+    root = torch.randn(30, 30, dtype=torch.float32)
+    matrix, rhs = root @ root.T + 0.1 * torch.eye(30).float(), root[0].clone()
+    with torch.autocast(root.device.type, torch.bfloat16):
+        found = conjugate_gradients(matrix, rhs, rtol=1e-3)
+    assert torch.dist(matrix @ found.x, rhs) < 0.01 * rhs.norm()
+
+
 def test_gradient() -> None:
     model, lossfunc, loader = make(loss="weighted")
     inputs, target = whole(loader)

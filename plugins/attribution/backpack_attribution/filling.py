@@ -168,7 +168,7 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         for name in queries:
             rows = forms.flat(forms.dense(block.gradients[name]))
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            moments[name] = moments.get(name, rows.new_zeros(())) + rows.T @ rows
+            moments[name] = moments.get(name, rows.new_zeros(())) + forms.product(rows.T, rows)
     asked = {name: forms.dense(value) for name, value in queries.items()}
     flat = {name: forms.flat(value).cpu() for name, value in asked.items()}
     solved = inverse_products(moments, flat, damping)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from backpack_core.autocast import without_autocast
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
 from backpack_products.tuning import memory_budget
@@ -180,7 +181,13 @@ def inner_of(value: Value, query: Value) -> Tensor:
     if isinstance(query, SampleGradients):
         return query.inner(value).T
     dtype = torch.promote_types(torch.promote_types(value.dtype, query.dtype), torch.float32)
-    return flat(value).to(dtype) @ flat(query).to(value.device, dtype).T
+    return product(flat(value).to(dtype), flat(query).to(value.device, dtype).T)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in the precision of both, also where autocast is on."""
+    with without_autocast():
+        return left @ right
 
 
 def own_of(value: Value, query: Value) -> Tensor:

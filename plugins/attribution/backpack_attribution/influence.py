@@ -141,12 +141,13 @@ def _scores(values: Tensor, train: list[Identity], queries: list[Identity], name
 
 
 def _finite(scores: Scores) -> Scores:
-    if not scores.values.isfinite().all():
-        row = int((~scores.values.isfinite()).any(1).nonzero()[0])
-        raise UsageError(
-            f"The scores of the training sample {scores.train[row]!r} are not finite: look at its "
-            "loss and at the damping."
-        )
+    bad = ~scores.values.isfinite()
+    if bad.any():
+        row, column = int(bad.any(1).nonzero()[0]), int(bad.any(0).nonzero()[0])
+        whose = f"The scores of the training sample {scores.train[row]!r}"
+        if bad[:, column].all():
+            whose = f"All scores for the query {scores.queries[column]!r}"
+        raise UsageError(f"{whose} are not finite: look at its loss and at the damping.")
     return scores
 
 

@@ -59,7 +59,7 @@ class Margin(Module):
             _require_answers(((target == 0) | (target == 1)).all())
             return _wide(output) * (2 * target - 1), torch.ones_like(output, dtype=torch.bool)
         losses = self._each(output, target)
-        counts = losses > 0
+        counts = ~(losses <= 0)  # what is not a number counts, and is found
         safe = torch.where(counts, losses, 1.0)
         found = -safe - torch.log(-torch.expm1(-safe))
         return torch.where(counts, found, 0.0), counts

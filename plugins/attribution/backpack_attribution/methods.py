@@ -185,9 +185,9 @@ class GradCosine(InnerProduct):
         return forms.over_norms(products, forms.joint(norms))
 
     def own(self, samples: Gradients, queries: Gradients) -> Tensor:
-        """One, or zero for a gradient of zero."""
+        """One, or zero for a gradient of zero; those that are not finite stay so."""
         norms = forms.norm(samples)
-        return (norms > 0).to(norms)
+        return torch.where(norms == 0, norms, norms / norms)
 
 
 class TracIn(Method):

@@ -26,6 +26,7 @@ Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
 
 _HASHED = 1024  # entries of each parameter
+_MEANS = "mean", "batchmean"
 FIELD = "attribution"  # the attribute of parameters that holds results of our passes for a while
 
 
@@ -33,8 +34,8 @@ class Problem:
     """A model, a loss, and how a batch is read.
 
     The gradient of a sample is that of its own loss, without the divisor of a mean: for a loss
-    module with ``reduction="mean"``, that of ``"sum"`` is taken. Texts have the sum over their
-    tokens.
+    module with ``reduction="mean"`` or ``"batchmean"``, that of ``"sum"`` is taken. Texts have the
+    sum over their tokens.
 
     Attributes:
         model: The model. It runs in evaluation mode or without random layers.
@@ -142,8 +143,8 @@ class Problem:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
                 "A loss must be a tensor of one number that depends on trained parameters: add it "
-                "up, loss.sum(), and remove .detach(), .item() and torch.no_grad(). Got "
-                f"{loss!r:.80}."
+                "up, loss.sum(), and remove .detach(), .item(), torch.no_grad() and "
+                f"torch.inference_mode(). Got {loss!r:.80}."
             )
         if not self._is_known_sum or _may_broadcast(output, targets):
             self._check_sum(loss.detach(), output, targets)
@@ -235,6 +236,11 @@ class Problem:
         samples = samples_in(output)
         if samples < 2:
             return
+        if not bool(loss.isfinite()):
+            raise UsageError(
+                f"The loss of a batch is {float(loss)}, so it cannot be compared with the losses "
+                "of its samples: look at their inputs and targets, or leave some out."
+            )
         with torch.no_grad():
             halves = [_some(output, samples, part) for part in (slice(1), slice(1, None))]
             wanted = [_some(targets, samples, part) for part in (slice(1), slice(1, None))]
@@ -329,7 +335,7 @@ def _some(value: Any, samples: int, part: slice) -> Any:
 
 def _summed(lossfunc: Loss) -> Loss:
     """A loss module that sums, if the given one averages; others are returned unchanged."""
-    if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "mean":
+    if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) in _MEANS:
         found: Any = copy.deepcopy(lossfunc)
         found.reduction = "sum"
         summed: Loss = unextend(found) if is_extended(found) else found
@@ -339,7 +345,7 @@ def _summed(lossfunc: Loss) -> Loss:
 
 def _is_of_torch(lossfunc: Loss) -> bool:
     """Whether a loss is known to sum if its attribute says so; others may only store the word."""
-    is_told = getattr(lossfunc, "reduction", None) in ("mean", "sum")
+    is_told = getattr(lossfunc, "reduction", None) in (*_MEANS, "sum")
     return is_told and type(lossfunc).__module__.startswith("torch.nn.")
 
 

@@ -99,7 +99,7 @@ class LoGra(Method):
         train = self._features(run, run.problem, run.train_loader, "training samples")
         queries = self._features(run, run.query, run.query_loader, "queries")
         solved = self._solved(run, train, queries)
-        return torch.stack([train[name] @ solved[name].T for name in solved]).sum(0)
+        return torch.stack([forms.product(train[name], solved[name].T) for name in solved]).sum(0)
 
     def own_values(self, run: Run) -> Tensor:
         """Scores for themselves, ``[N]``."""
@@ -111,7 +111,7 @@ class LoGra(Method):
         self, run: Run, train: dict[str, Tensor], queries: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """``(F + λ)⁻¹ φ_m`` of each parameter, ``[M, dim]``."""
-        moments = {name: run.summed(train[name].T @ train[name]) for name in train}
+        moments = {n: run.summed(forms.product(rows.T, rows)) for n, rows in train.items()}
         return inverse_products(moments, queries, self.damping)
 
     def _features(
@@ -183,11 +183,12 @@ class TRAK(Method):
         ]
         train = self._features(run, margins[0], run.train_loader, projection)
         queries = self._features(run, margins[1], run.query_loader, projection)
-        kernel = run.summed(train.T @ train)
+        kernel = run.summed(forms.product(train.T, train))
         batches = run.batches(run.train_loader, "trak: training samples")
         with torch.no_grad():
             missed = on_cpu([self._missed(run.problem, batch) for batch in batches])
-        return train @ inverse_product(kernel, queries, self.damping).T, missed
+        solved = inverse_product(kernel, queries, self.damping)
+        return forms.product(train, solved.T), missed
 
     def _features(
         self, run: Run, problem: Problem, loader: Iterable[Any], projection: Projection

@@ -99,8 +99,12 @@ class Scores:
         Args:
             k: How many; fewer if there are fewer samples.
             largest: Whether to return the largest, or the smallest.
+
+        Raises:
+            UsageError: A score is NaN.
         """
         require_count(k)
+        require_order(self.values)
         values, rows = self.values.T.topk(min(k, len(self.train)), dim=1, largest=largest)
         return Found(values, [[self.train[n] for n in row] for row in rows.tolist()])
 
@@ -113,12 +117,13 @@ class Scores:
                 should find its own samples.
 
         Raises:
-            UsageError: ``by`` is unknown.
+            UsageError: ``by`` is unknown, or a score is NaN.
         """
         require_count(count)
         if by not in ("mean", "max"):
             raise UsageError(f'by must be "mean" or "max" (over queries). Got {by!r}.')
         totals = self.values.mean(1) if by == "mean" else self.values.amax(1)
+        require_order(totals)
         order = totals.argsort(descending=True, stable=True)[:count]
         return [self.train[n] for n in order.tolist()]
 
@@ -192,6 +197,19 @@ def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> lis
             f"missing). Known are {len(known)} identities, such as {[*known[:2]]}."
         )
     return [places[name] for name in wanted]
+
+
+def require_order(values: Tensor) -> None:
+    """Refuse scores without an order: torch sorts NaN as the largest.
+
+    Raises:
+        UsageError: A score is NaN.
+    """
+    if values.isnan().any():
+        raise UsageError(
+            "Some scores are NaN, which has no place in any order: look at the samples that they "
+            "come from, and leave these out."
+        )
 
 
 def require_count(*counts: Any) -> None:

@@ -16,7 +16,7 @@ from backpack_attribution.disk import UNFINISHED
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked, listed, plain
 from backpack_attribution.manifest import DTYPES, Manifest, Projected, shown
-from backpack_attribution.scores import Found, Scores, require_count
+from backpack_attribution.scores import Found, Scores, require_count, require_order
 from backpack_attribution.shard import Block, Shards, Waiting
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import Projection
@@ -335,7 +335,8 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
-            UsageError: A number is not a positive integer; or as for :meth:`scores`.
+            UsageError: A number is not a positive integer, products of large rows and queries are
+                NaN, or as for :meth:`scores`.
         """
         count = self.count_of(queries)
         require_count(k, rows)
@@ -344,6 +345,7 @@ class GradientStore:
         product = forms.cosines if cosine else forms.inner
         for block in self.blocks(rows):
             scores = product(block.gradients, queries).T.cpu()
+            require_order(scores)
             rows_of = done + torch.arange(scores.shape[1], device="cpu").expand_as(scores)
             done += scores.shape[1]
             values = torch.cat([values.to(scores.dtype), scores], 1)

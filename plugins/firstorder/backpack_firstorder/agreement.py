@@ -63,7 +63,7 @@ class Agreement:
         noise = (self.gram.diagonal().sum() - samples * mean) / (samples - 1)
         signal = mean - noise / samples
         noisy = (noise / signal).clamp(min=0)
-        return torch.where(signal > 0, noisy, torch.inf)
+        return torch.where(signal <= 0, torch.inf, noisy)
 
 
 def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:

@@ -165,7 +165,7 @@ def _factored(row: Tensor, column: Tensor, least: float) -> Divisor:
     is_above = bool(row.min() * column.min() >= least)
     if row.dim() == 2 and is_above:
         return row.flatten().sqrt(), column.flatten().sqrt()
-    return (row @ column).clamp(min=least).sqrt()
+    return (row * column).clamp(min=least).sqrt()
 
 
 def _torch_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from functools import reduce, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from backpack_core.autocast import without_autocast
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder.divisors import Divisor, divided
 from backpack_firstorder.low_rank import nearest_factors
@@ -39,6 +40,20 @@ from backpack_products.values import is_flag
 
 if TYPE_CHECKING:
     from backpack_firstorder.projections import Projection
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def exactly(function: Callable[P, T]) -> Callable[P, T]:
+    """A function without a graph, in the precision of its operands, also where autocast is on."""
+
+    @wraps(function)
+    def computed(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad(), without_autocast():
+            return function(*args, **kwargs)
+
+    return computed
 
 
 class SampleGradients:
@@ -183,18 +198,18 @@ class SampleGradients:
         parts = [fresh(term) for term in self._terms]
         return parts[0] if len(parts) == 1 else SumProduct(parts)
 
-    @torch.no_grad()
+    @exactly
     def dense(self) -> Tensor:
         """The gradients, formed. Shape ``[N, *θ]``."""
         return dense(self.product()).squeeze(0).clone()
 
-    @torch.no_grad()
+    @exactly
     def norm(self) -> Tensor:
         """Euclidean norms, at least in single precision. Shape ``[N]``."""
         single = in_single(self.product())
         return norm(single).value().squeeze(0).to(single.like.dtype)
 
-    @torch.no_grad()
+    @exactly
     def inner(self, other: SampleGradients | Tensor, form: Pairing | None = None) -> Tensor:
         """Inner products with other gradients of the parameter, at least in single precision.
 
@@ -216,7 +231,7 @@ class SampleGradients:
         met = met.to(self.device, dtype)
         return pairs(self.to(dtype=dtype).product(), met.product(), as_pairing(form))
 
-    @torch.no_grad()
+    @exactly
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """``Σ_n weights[n] g_n``, at the cost of a plain weight gradient.
 
@@ -234,12 +249,12 @@ class SampleGradients:
         sums = weighted_sum(self.product(), some if some.dim() == 3 else some.unsqueeze(0))
         return sums if weights.dim() == 2 else sums.squeeze(0).clone()
 
-    @torch.no_grad()
+    @exactly
     def sum(self) -> Tensor:
         """``Σ_n g_n``, the gradient. Shape ``[*θ]``."""
         return batch_sum(self.product()).squeeze(0).clone()
 
-    @torch.no_grad()
+    @exactly
     def project(self, projection: Projection, name: str) -> Tensor:
         """Random projections that keep inner products in expectation.
 
@@ -254,7 +269,7 @@ class SampleGradients:
 
     # Changed -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @exactly
     def times(self, weights: Tensor) -> SampleGradients:
         """Each gradient multiplied by a number: ``weights[n] g_n``, in the same form.
 
@@ -268,7 +283,7 @@ class SampleGradients:
             raise ShapeError(f"times takes weights [{len(self)}]. Got {[*weights.shape]}.")
         return SampleGradients(times(term, weights) for term in self._terms)
 
-    @torch.no_grad()
+    @exactly
     def divide(self, divisor: Divisor) -> SampleGradients:
         """Each gradient divided, entry by entry, at least in single precision.
 
@@ -283,7 +298,7 @@ class SampleGradients:
         """
         return SampleGradients.of(divided(self.product(), divisor))
 
-    @torch.no_grad()
+    @exactly
     def low_rank(self, rank: int) -> SampleGradients:
         """The best approximation of each gradient by a matrix of some rank, kept as factors.
 
@@ -302,7 +317,7 @@ class SampleGradients:
         factors = nearest_factors(self.product(), size, rank)
         return self if factors is None else self.from_factors(*factors, self.shape[1:])
 
-    @torch.no_grad()
+    @exactly
     def prepared(self, most_bytes: int) -> SampleGradients:
         """The same, in the form that makes inner products with many others cheapest.
 

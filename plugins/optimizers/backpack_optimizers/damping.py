@@ -57,6 +57,8 @@ class LevenbergMarquardt:
             change: Loss after the step minus that before.
             predicted: The same, by the quadratic model.
         """
+        if not change and not predicted:  # no step, at a rate of zero: nothing was compared
+            return damping
         ratio = change / predicted if predicted < 0 and isfinite(change) else -1.0
         if ratio > 0.75:
             damping *= self.shrink

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import Extension
+from backpack_core.autocast import without_autocast
 from backpack_optimizers.factored import FIELD, FactoredOptimizer
 from backpack_optimizers.passes import Factors
 from backpack_optimizers.processes import eigenbasis_form, inverted
@@ -118,8 +119,9 @@ def turned(before: KroneckerEigenbasis, basis: KroneckerEigenbasis) -> Kronecker
         if old is None or new is None:
             continue  # both are the identity: a factor is diagonal in all batches, or in none
         axis = values.dim() - count + place
-        weights = (new.mT @ old).square()
         last = values.movedim(axis, -1)
         flat = last.flatten(-count, -2) if count > 1 else last.unsqueeze(-2)
-        values = (flat @ weights.mT).reshape(last.shape).movedim(-1, axis)
+        with without_autocast():
+            moved = flat @ (new.mT @ old).square().mT
+        values = moved.reshape(last.shape).movedim(-1, axis)
     return basis.with_values(values)

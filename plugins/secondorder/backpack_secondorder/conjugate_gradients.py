@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backpack_core.autocast import without_autocast
 from backpack_core.errors import BackpackError, ShapeError, UsageError
 from backpack_secondorder.linear import LinearOperator
 from backpack_secondorder.matrix import Number
@@ -83,6 +84,20 @@ def conjugate_gradients(
             "preconditioner must be a function of a flat vector, such as lambda v: "
             f"factors.solve(v, damping). Got {type(preconditioner).__name__}."
         )
+    # Rounded to half precision, residuals would only seem to fall.
+    with without_autocast():
+        return _solution(operator, rhs, damping, preconditioner, rtol, max_iterations, strict)
+
+
+def _solution(
+    operator: LinearOperator,
+    rhs: Tensor,
+    damping: Number,
+    preconditioner: Callable[[Tensor], Tensor] | None,
+    rtol: float,
+    max_iterations: int | None,
+    strict: bool,
+) -> Solution:
     # Squares of small or large entries leave the range of numbers: they are divided by the largest.
     size = rhs.detach().abs().amax() if len(rhs) else rhs.new_ones(())
     if not size.isfinite():

@@ -39,13 +39,18 @@ class Measured(NamedTuple):
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Rank correlation of columns, ``[S, M]`` and ``[S, M]`` to ``[M]``; ties get mean ranks."""
+    """Rank correlation of columns, ``[S, M]`` and ``[S, M]`` to ``[M]``; ties get mean ranks.
+
+    Raises:
+        UsageError: An entry is NaN.
+    """
     x, y = (_centred(ranks(t)) for t in (a, b))
     return _cosine(x, y)
 
 
 def ranks(values: Tensor) -> Tensor:
     """Ranks in each column, from zero; equal values get the mean of their ranks. ``[S, M]``."""
+    _require_numbers(values, "What is ranked")
     columns = []
     for column in values.T:
         _, inverse, counts = column.unique(return_inverse=True, return_counts=True)
@@ -77,10 +82,12 @@ def lds(scores: Scores | Any, subsets: Any, outputs: Any) -> Measured:
 
     Raises:
         ShapeError: The shapes do not fit.
+        UsageError: A score or a loss is NaN.
     """
     values = _matrix(scores)
     chosen, losses = torch.as_tensor(subsets), torch.as_tensor(outputs).double()
     _require_shapes(values, chosen, losses, "subsets")
+    _require_numbers(losses, "outputs")
     return Measured.over(spearman(chosen.double() @ values, -losses))
 
 
@@ -94,12 +101,15 @@ def leave_one_out(scores: Scores | Any, changes: Any, samples: Sequence[int]) ->
 
     Raises:
         ShapeError: The shapes do not fit.
+        UsageError: A score or a change is not finite.
     """
     values = _matrix(scores)[[*samples]]
     true = torch.as_tensor(changes).double()
     if values.shape != true.shape:
         raise ShapeError(f"changes must be {list(values.shape)}. Got {list(true.shape)}.")
     x, y = _centred(values), _centred(true)
+    _require_numbers(x, "Scores, without their mean,")
+    _require_numbers(y, "changes, without their mean,")
     return Measured.over(_cosine(x, y))
 
 
@@ -135,7 +145,7 @@ def brittleness(
     return Measured.over(needed)
 
 
-def mislabelled_auc(scores: Any, is_wrong: Any) -> float:
+def mislabelled_auc(scores: Scores | Any, is_wrong: Any) -> float:
     """Area under the receiver operating curve of finding wrong labels: one is perfect, ½ is chance.
 
     Args:
@@ -143,9 +153,10 @@ def mislabelled_auc(scores: Any, is_wrong: Any) -> float:
         is_wrong: Which labels are wrong, ``[N]``, boolean.
 
     Raises:
-        UsageError: No label is wrong, or all are.
+        UsageError: No label is wrong, or all are; or a score is NaN.
     """
-    values, wrong = torch.as_tensor(scores).double().flatten(), torch.as_tensor(is_wrong).bool()
+    found = scores.values if isinstance(scores, Scores) else torch.as_tensor(scores)
+    values, wrong = found.double().flatten(), torch.as_tensor(is_wrong).bool()
     bad, good = int(wrong.sum()), int((~wrong).sum())
     if not bad or not good or len(values) != len(wrong):
         raise UsageError(
@@ -189,7 +200,17 @@ def _matrix(scores: Any) -> Tensor:
     values = scores.values if isinstance(scores, Scores) else torch.as_tensor(scores)
     if values.dim() != 2 or not len(values):
         raise ShapeError(f"Scores must be [N, M]. Got {list(values.shape)}.")
+    _require_numbers(values, "Scores")
     return values.detach().cpu().double()
+
+
+def _require_numbers(values: Tensor, what: str) -> None:
+    """Refuse NaN, which torch sorts as the largest: it would be found first."""
+    if values.isnan().any():
+        raise UsageError(
+            f"{what} must be numbers, and some are NaN, which has no place in any order: look at "
+            "the samples and models that they come from, or leave them out."
+        )
 
 
 def _require_shapes(values: Tensor, subsets: Tensor, outputs: Tensor, what: str) -> None:
