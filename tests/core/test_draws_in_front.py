@@ -20,6 +20,7 @@ Step: TypeAlias = Callable[[Tensor], Tensor]
 # Draws [K, N, D] of a hidden value [N, D]: the operation puts a new axis in front.
 BROADCAST: dict[str, Step] = {
     "add": lambda h: h + torch.linspace(-1, 1, DRAWS).view(DRAWS, 1, 1),
+    "add, with an axis": lambda h: h[None] + torch.linspace(-1, 1, DRAWS).view(DRAWS, 1, 1),
     "mul": lambda h: h * torch.linspace(1, 2, DRAWS).view(DRAWS, 1, 1),
     "addcmul": lambda h: torch.addcmul(h, h, torch.linspace(0, 1, DRAWS).view(DRAWS, 1, 1)),
     "where": lambda h: torch.where(torch.arange(DRAWS).view(DRAWS, 1, 1) > 1, h, h.cos()),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BackpackError
+from backpack_core.errors import BackpackError, SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
+from tests.cases import Net
 
 N, T, PASSES = 4, 3, 15
 
@@ -144,3 +145,63 @@ def test_plans_hold_while_an_index_says_the_same(
             assert found == expected
     if pick in (last, gathered, selected, back_and_forth):
         assert planned
+
+
+def _columns(h: Tensor, order: Tensor) -> Tensor:
+    return order.unsqueeze(1).expand_as(h)
+
+
+def _one_by_one(h: Tensor, order: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    for row, number in zip(h, order.tolist(), strict=True):
+        out[number] = row
+    return out
+
+
+PUT_BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda h, order: h[order.argsort()],
+    "index_select": lambda h, order: h.index_select(0, order.argsort()),
+    "gather": lambda h, order: h.gather(0, _columns(h, order.argsort())),
+    "embedding": lambda h, order: nn.functional.embedding(order.argsort(), h),
+    "index_put": lambda h, order: torch.zeros_like(h).index_put((order,), h),
+    "index_copy": lambda h, order: torch.zeros_like(h).index_copy(0, order, h),
+    "index_copy, from behind": lambda h, order: torch.zeros_like(h).index_copy(-2, order, h),
+    "index_add": lambda h, order: torch.zeros_like(h).index_add(0, order, h),
+    "scatter": lambda h, order: torch.zeros_like(h).scatter(0, _columns(h, order), h),
+    "scatter_add": lambda h, order: torch.zeros_like(h).scatter_add(0, _columns(h, order), h),
+    "one by one": _one_by_one,
+}
+
+
+@pytest.mark.parametrize("put_back", PUT_BACK)
+def test_rows_that_are_in_order_in_the_measured_passes_only(put_back: str) -> None:
+    """The model's input is gone by the backward pass, so only the index tells their order."""
+
+    def forward(net: Any, x: Tensor, order: Tensor) -> Tensor:
+        return PUT_BACK[put_back](net.layer(x[order]), order)
+
+    model, planned = extend(Net(forward, layer=nn.Linear(3, 2))), 0
+    for _ in range(5):  # the next one would not be measured
+        loss = model(torch.randn(N, 3), torch.arange(N)).square().sum()
+        with backpack(BatchGrad()) as block:
+            loss.backward()
+        planned += block._history["planned before"]
+    assert planned or put_back == "one by one"  # a view that was overwritten has no plan
+    for _ in range(3):
+        loss = model(torch.randn(N, 3), torch.arange(N).roll(1)).square().sum()
+        with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+            loss.backward()
+
+
+def test_rows_of_tables_are_picked_in_any_order_without_measurements() -> None:
+    def forward(net: Any, x: Tensor, kinds: Tensor) -> Tensor:
+        return net.head(torch.tanh(net.layer(x) + net.kinds.weight[kinds]))
+
+    parts = {"layer": nn.Linear(3, 3), "kinds": nn.Embedding(N, 3), "head": nn.Linear(3, 2)}
+    model, planned = extend(Net(forward, **parts)), 0
+    for number in range(PASSES):
+        loss = model(torch.randn(N, 3), torch.arange(N).roll(number)).square().sum()
+        with backpack(BatchGrad()) as block:
+            loss.backward()
+        planned += block._history["planned before"]
+    assert planned >= PASSES - 5

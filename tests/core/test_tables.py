@@ -199,6 +199,43 @@ def test_a_bias_that_a_module_computed() -> None:
     compare(Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, N)))
 
 
+@pytest.mark.parametrize("samples", [1, N])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.PReLU, nn.Tanh])
+def test_a_module_receives_a_single_number(kind: type[nn.Module], samples: int) -> None:
+    """As the number of a step, or a temperature."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        scale = net.part(torch.tensor(2) if kind is nn.Embedding else -net.number.sum())
+        return torch.tanh(net.first(x)) * scale * net.number.sum()
+
+    part = nn.Embedding(4, D) if kind is nn.Embedding else kind()
+    number = nn.Parameter(torch.tensor([0.3, 0.4]))
+    model = Net(forward, first=nn.Linear(D, D), part=part, number=number)
+    compare(Problem(model, (torch.randn(samples, D),), nn.MSELoss(), torch.randn(samples, D)))
+
+
+@pytest.mark.parametrize("samples", [1, 2, N, 6])
+def test_a_vector_for_all_samples_beside_them(samples: int) -> None:
+    """What a layer makes of it is as long as the batch by chance."""
+
+    def forward(net: Any, x: Tensor, code: Tensor) -> Tensor:
+        scale: Tensor = net.scale(code)
+        return net.first(x) * scale
+
+    torch.manual_seed(0)
+    model = extend(Net(forward, first=nn.Linear(D, 2), scale=nn.Linear(5, 2)))
+    lossfunc, code = extend(nn.MSELoss(reduction="sum")), torch.randn(5)
+    x, y = torch.randn(samples, D), torch.randn(samples, 2)
+    rows = [
+        torch.autograd.grad((model(x[n : n + 1], code) - y[n]).square().sum(), model.scale.weight)
+        for n in range(samples)
+    ]
+    with backpack(BatchGrad()):
+        lossfunc(model(x, code), y).backward()
+    found: Tensor = model.scale.weight.grad_batch  # type: ignore[assignment, union-attr]
+    torch.testing.assert_close(found, torch.stack([row for (row,) in rows]))
+
+
 class Shift(nn.Module):
     """A container with a parameter of its own, which the automatic rule reads off."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from backpack.extensions.secondorder.hbp import (
     LossHessianStrategy,
 )
 from backpack_core import backpack, extend
-from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.extensions import ClippedSumGrad, GGNGram
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError
+from backpack_core.extensions import BatchGrad, ClippedSumGrad, DiagGGNExact, GGNGram
 from backpack_layers.modules import Permute
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -219,3 +220,16 @@ def test_spectrum_of_nothing() -> None:
     with backpack(GGNGram(), ClippedSumGrad(1.0)):
         loss.backward(inputs=seen)
     assert not any(hasattr(p, "ggn_gram") for p in model.parameters())
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("widths", [(3, 4, 3), (3, 3), (4, 2)])
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_one_sample_as_a_vector(is_loop: bool, widths: tuple[int, ...], extension: Any) -> None:
+    """Its entries are no samples, also where the loss has as many."""
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.MSELoss())
+    x, y = torch.randn(5, widths[0]), torch.randn(5, widths[-1])
+    losses = [lossfunc(model(row), target) for row, target in zip(x, y, strict=True)]
+    with pytest.raises(ShapeError, match="unsqueeze"), backpack(extension()):
+        (sum(losses) if is_loop else losses[0]).backward()

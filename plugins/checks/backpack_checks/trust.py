@@ -21,6 +21,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_core.record.models import owner_of
 from backpack_operations import nodes
+from backpack_operations.bridge import written_at
 from backpack_operations.paths import reached_past_losses
 from backpack_operations.plan import plans
 from backpack_operations.received import ModelRun
@@ -118,8 +119,9 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
 
     A structure consists of the calls, the nodes between them with their axes (and those inside of
     calls that run code of users), what leads to what, train or eval mode, the axes that are as long
-    as the batch, which calls received the model's input, which return tables, and the classes of
-    modules, of their tensors and of modes around the model, since these may replace functions.
+    as the batch, which calls received the model's input, which return tables, whether indices of
+    all rows have them in order, where views were overwritten, and the classes of modules, of their
+    tensors and of modes around the model, since these may replace functions.
     Sizes do not count, so that padding to another length keeps the structure.
 
     Nothing is known where rows are picked inside of a checkpoint: whose they are is not read, and
@@ -177,7 +179,8 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         indexed = nodes.axes_indexed(node) if is_indexed else ()
         settings = sys.intern(node.name()), *nodes.settings_of(node), *indexed
         lengths = map(is_batch, nodes.lengths_of(node, 0))
-        operations.append((*settings, *lengths, *operands(node.next_functions)))
+        written = written_at(node) if survey.may_read(node) else ()
+        operations.append((*settings, *lengths, *written, *operands(node.next_functions)))
     # Data that operations meet may be in order in one pass, but not in others.
     met = [
         None if i is None else (i.shape, *i.flatten().tolist()) for i in survey.looked_at.values()

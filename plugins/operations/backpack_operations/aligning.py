@@ -203,6 +203,9 @@ def _accepts(call: Call, index: int) -> bool:
 
 
 def _refusal(call: Call, index: int) -> BackpackError | None:
+    """Why a rule does not fit what its call received, if it does not."""
+    if not call.stored.inputs[0].dim():
+        return faults.without_axis(call)
     try:
         call.rule.check(View(call, index))
     except BackpackError as error:

@@ -8,6 +8,7 @@ repeated here: it sums gradients to the shape of a broadcast operand, and casts 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -19,9 +20,10 @@ from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
-from backpack_operations._torch import metadata_of, vmapped, without_backward
+from backpack_operations._torch import CopyNode, metadata_of, vmapped, without_backward
 from backpack_operations.fused import fused_product
 from backpack_operations.nodes import NodeOutput
+from backpack_operations.own_pass import beside_pass
 from backpack_products.values import is_symbolic, largest, rounding_unit
 
 Mats = dict[int, Tensor]  # columns [V, *shape], by output number or by position of an operand
@@ -108,6 +110,38 @@ def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
     defined = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
     with storage().reading(node):
         return _formula(node, list(defined))(*defined.values())
+
+
+def written_at(node: Node) -> tuple[int, ...]:
+    """The index of the first entry that a view was overwritten at, in the whole tensor.
+
+    Empty if the operation is no such, or did more than write, or wrote something without a graph.
+    """
+    metadata, edges = metadata_of(node, 0), node.next_functions
+    is_plain = type(node) is CopyNode and not metadata.dtype.is_complex
+    if not is_plain or len(edges) < 2 or edges[1][0] is None:
+        return ()
+    shape = tuple(metadata.shape)
+
+    @torch.no_grad()
+    def sent() -> Tensor | None:
+        numbers = torch.arange(1, prod(shape) + 1, dtype=metadata.dtype, device=metadata.device)
+        return call(node, [numbers.view(shape)]).get(1)
+
+    behind = [child for child, _ in edges if child is not None]
+    found = beside_pass(sent, behind, metadata.device)
+    if found is None or is_symbolic(found) or not found.numel():
+        return ()
+    # A factor would show: it makes fractions, zeros, or what is not finite.
+    facts = found.flatten()[0], found.amin(), (found - found.round()).abs().amax()
+    first, least, rest = torch.stack(facts).tolist()
+    if least < 1 or rest != 0:
+        return ()
+    index, number = list[int](), int(first) - 1
+    for length in reversed(shape):
+        number, place = divmod(number, length)
+        index.append(place)
+    return tuple(reversed(index))
 
 
 def _formula(node: Node, outputs: list[int]) -> Formula:

@@ -65,6 +65,15 @@ def no_axis(call: Call, axis: object, output: Tensor) -> BackpackError:
     )
 
 
+def without_axis(call: Call) -> BackpackError:
+    """A call received a number, or one sample as a vector."""
+    return ShapeError(
+        f"{call.path} received a tensor of shape {list(call.stored.inputs[0].shape)}, which has no "
+        "axis of samples, so no quantity of single samples exists there. Give it one: "
+        "x.unsqueeze(0)."
+    )
+
+
 def reordered() -> BackpackError:
     """Samples come out in another order, or scattered, if the first layer had them in order."""
     return SampleMixingError(

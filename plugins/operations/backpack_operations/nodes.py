@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, has_memory
 from backpack_core.graph import is_leaf
 from backpack_operations import _torch
 from backpack_operations._torch import metadata_of, node_type, operations
+from backpack_products.values import is_symbolic
 
 NodeOutput: TypeAlias = tuple[Node, int]  # a tensor of a graph: its node, and the output number
 
@@ -210,16 +211,43 @@ def _counted_names(kind: type) -> tuple[str, ...]:
 
 @cache
 def has_indices(kind: type) -> bool:
-    """Whether a type of node saves several indices, one for each axis: ``h[:, index]``."""
-    return operations().get(kind, "") in ("Index", "IndexPut", "IndexPutImpl", "UnsafeIndexPut")
+    """Whether a type of node saves an index tensor, or several: ``h[:, index]``."""
+    is_known = operations().get(kind, "") in GATHERS | SCATTERS
+    return is_known and any(hasattr(kind, name) for name in ("_saved_indices", "_saved_index"))
 
 
 def axes_indexed(node: Node) -> tuple[bool, ...]:
-    """By axis, whether it has an index; for a node that :func:`has_indices`.
+    """By axis, whether it has an index; then whether that of axis 0 has all rows in order.
 
-    It reads what the node has saved, so no hook may have taken that.
+    Rows that a later pass moves need another plan than rows in order. Rows of a parameter are not
+    looked at. It reads what the node has saved, so no hook may have taken that.
+
+    Args:
+        node: A node that :func:`has_indices`.
     """
-    return tuple([index is not None for index in node._saved_indices])  # type: ignore[attr-defined]
+    saved: Any = node
+    indices: tuple[Tensor | None, ...] = ()
+    if hasattr(node, "_saved_indices"):
+        several = saved._saved_indices
+        indices = (several,) if isinstance(several, Tensor) else tuple(several)
+    elif axes_of(node)[0] in (0, -len(lengths_of(node, 0))):
+        indices = (saved._saved_index,)
+    child, number = node.next_functions[0]
+    is_of_samples = child is None or not is_leaf(child)
+    rows = lengths_of(child or node, number if child else 0)[:1]
+    of_rows = indices[0] if indices and is_of_samples else None
+    return (*[index is not None for index in indices], _is_in_order(of_rows, rows))
+
+
+def _is_in_order(index: Tensor | None, rows: tuple[int, ...]) -> bool:
+    """Whether an index has a number of rows, all in order."""
+    if index is None or index.shape[:1] != rows or index.dtype == torch.bool:
+        return False
+    if is_symbolic(index) or not has_memory(index):
+        return False
+    numbers = torch.arange(len(index), device=index.device)
+    numbers = numbers.to(index.dtype).view(-1, *[1] * (index.dim() - 1))
+    return numbers.expand_as(index).equal(index)
 
 
 @cache

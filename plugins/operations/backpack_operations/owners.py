@@ -265,15 +265,15 @@ class Owners:
     def _is_put_behind(self, node: Node) -> bool:
         """Whether an operand is broadcast along a new first axis that may be taken for its own.
 
-        As in ``mean + noise`` of shapes ``[N, D]`` and ``[K, N, D]``, if ``K`` is a multiple of
-        ``N``.
+        As in ``mean + noise`` of shapes ``[N, D]`` or ``[1, N, D]``, and ``[K, N, D]``, if ``K`` is
+        a multiple of ``N``.
         """
         shape = nodes.lengths_of(node, 0)
         if len(shape) < 2 or shape[0] < 2 or shape[0] % self._survey.batch_size:
             return False
         return any(
-            0 < len(lengths := nodes.lengths_of(child, output_nr)) < len(shape)
-            and prod(lengths) > 1
+            prod(lengths := nodes.lengths_of(child, output_nr)) > 1
+            and (len(lengths) < len(shape) or lengths[0] < shape[0])
             and not self.ids.is_without_samples(child)
             for child, output_nr in node.next_functions
             if child is not None

@@ -16,7 +16,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.graph import Survey, described, name_of
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Edge
+from backpack_core.record.call import Call, Edge
 from backpack_core.record.models import owners_of
 from backpack_operations import faults, nodes, presumed
 from backpack_operations.alignment import Alignment
@@ -129,6 +129,8 @@ def refuse_misaligned(
         for (call, index), fault in alignment.faults.items():
             if propagator.only_at_losses and not call.rule.is_loss:
                 continue
+            if _is_one(survey, call):
+                raise faults.without_axis(call)
             site = survey.sites[call, index]
             positions = alignment.positions_of(site)
             # Between the samples and backward(), axis 0 is another one: a rule must not read it.
@@ -153,6 +155,16 @@ def refuse_misaligned(
                 raise faults.whose_entries(call)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
+
+
+def _is_one(survey: GraphSurvey, call: Call) -> bool:
+    """Whether a call received all that the model did, as a vector: one sample, without an axis.
+
+    A vector beside other inputs may be one for all samples.
+    """
+    vector, sizes = call.stored.inputs[0], call.run.sizes
+    is_vector = vector.dim() == 1 and vector.is_floating_point() and sizes == (len(vector),)
+    return is_vector and sizes != (1,) and call.receives_input > 1 and not survey.is_told
 
 
 def _ends(survey: GraphSurvey, alignment: Alignment) -> list[Edge]:

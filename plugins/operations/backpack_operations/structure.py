@@ -1,9 +1,9 @@
 """Recognises a recorded graph by a key: graphs with equal keys have the same decisions.
 
 One walk from the roots notes every fact that a decision may depend on: settings of modules, types
-of the operations between them, shapes, which parameters are frozen, and which are shared. No number
-in a tensor is among the facts. Some graphs have no key, such as those with a view that was
-overwritten in place, or with hooks on saved tensors.
+of the operations between them, shapes, which parameters are frozen, and which are shared. Of the
+numbers in tensors it notes only whether an index has all rows in order. Some graphs have no key,
+such as those with a view that was overwritten in place, or with hooks on saved tensors.
 """
 
 from __future__ import annotations

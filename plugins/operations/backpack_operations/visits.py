@@ -278,7 +278,9 @@ class GraphTraversal(StraightTraversal):
         samples, call = self.survey.batch_size, view.call
         axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
         if not self.survey.is_declared:
-            axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
+            is_kept = any(tensor.shape[:1] == (samples,) for tensor in call.stored.inputs)
+            is_kept &= call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside
+            axes = axes[:is_kept]
         site = self.survey.sites[call, view.index]
         edge = site.edge
         if samples == 1 or quantity is None or not self._alignment.is_apart(edge):
