@@ -92,6 +92,7 @@ def test_members_before_samples(name: str, loss: str, members: int, samples: int
         assert_close(model.weights.grad_batch, _of_each(model, LOSSES[loss], x, y))
 
 
+@pytest.mark.plans
 def test_passes_are_planned() -> None:
     model, y = extend(Members(APPLY["matmul"], 3)), torch.arange(4) % C
     for _ in range(12):

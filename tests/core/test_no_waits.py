@@ -166,6 +166,7 @@ def reads(
     raise AssertionError("none of the passes was meant")
 
 
+@pytest.mark.plans
 @pytest.mark.grid(8)
 @pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -177,6 +178,7 @@ def test_a_pass_that_is_never_measured_reads_no_values(name: str, kind: str) -> 
     assert not reads(MODELS[name](), kind, "never", lambda passes: passes > once)
 
 
+@pytest.mark.plans
 @pytest.mark.grid(8)
 @pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")

@@ -121,6 +121,7 @@ def passed(model: nn.Module, seed: int, make: Callable[[], Any]) -> tuple[Any, A
     return [getattr(p, extension.savefield) for p in model.parameters()], block._history
 
 
+@pytest.mark.plans
 @pytest.mark.grid(6)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 @pytest.mark.parametrize("is_late", [False, True])
@@ -173,6 +174,7 @@ PUT_BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.plans
 @pytest.mark.parametrize("put_back", PUT_BACK)
 def test_rows_that_are_in_order_in_the_measured_passes_only(put_back: str) -> None:
     """The model's input is gone by the backward pass, so only the index tells their order."""
@@ -193,6 +195,7 @@ def test_rows_that_are_in_order_in_the_measured_passes_only(put_back: str) -> No
             loss.backward()
 
 
+@pytest.mark.plans
 def test_rows_of_tables_are_picked_in_any_order_without_measurements() -> None:
     def forward(net: Any, x: Tensor, kinds: Tensor) -> Tensor:
         return net.head(torch.tanh(net.layer(x) + net.kinds.weight[kinds]))

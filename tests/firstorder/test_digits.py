@@ -171,6 +171,7 @@ def test_passes_that_are_repeated(rest: float) -> None:
     torch.testing.assert_close(found[1].flatten(1) / scale, expected / scale, rtol=0, atol=1e-3)
 
 
+@pytest.mark.plans
 def test_recordings_keep_no_layer_alive() -> None:
     """Patches refer to their convolution, of which a recording needs the settings only."""
     model = extend(nn.Conv1d(32, 64, 3, bias=False)).to(torch.float32)

@@ -198,7 +198,9 @@ def test_a_package_that_fails_gets_none(package: Path) -> None:
     (test,) = (package / "tests").glob("test_*.py")
     checks = test.read_text()
     test.write_text("def test_nothing():\n    assert False\n")
-    with pytest.raises(BackpackError, match=r"No certificate was written for \S+, because tests fail"):
+    with pytest.raises(
+        BackpackError, match=r"No certificate was written for \S+, because tests fail"
+    ):
         certify(package)
     test.write_text("def test_nothing():\n    pass\n")
     with pytest.raises(UsageError, match="No check of the kit ran for a class of"):

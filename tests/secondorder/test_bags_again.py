@@ -18,6 +18,10 @@ from backpack_core.extensions import GGNMP, HMP, JMP, PCHMP
 ROWS = torch.tensor([3, 1, 1, 0, 5, 1, 6, 3, 3])
 OFFSETS = torch.tensor([0, 2, 2, 5])  # one bag is empty
 LABELS = torch.tensor([0, 3, 1, 2])
+NUMBERS, ENDS = ROWS.tolist(), [*OFFSETS.tolist(), len(ROWS)]  # torch.func may not read them
+    ROWS.tolist(),
+    [*OFFSETS.tolist(), len(ROWS)],
+)  # read here: torch.func may not read later
 # Options of the bag, and whether each row has a weight, which is trained.
 BAGS: dict[str, tuple[dict[str, Any], bool]] = {
     "sum": ({"mode": "sum"}, False),
@@ -47,9 +51,8 @@ def plain(bag: nn.EmbeddingBag, parameters: dict[str, Tensor]) -> Tensor:
     """The loss, with bags as sums, means and maxima of rows."""
     table, bags = parameters["bag.weight"], []
     weights = parameters.get("row", torch.ones(len(ROWS)))
-    ends = [*OFFSETS.tolist(), len(ROWS)]
-    for begin, end in pairwise(ends):
-        kept = [n for n in range(begin, end) if int(ROWS[n]) != bag.padding_idx]
+    for begin, end in pairwise(ENDS):
+        kept = [n for n in range(begin, end) if NUMBERS[n] != bag.padding_idx]
         rows = [table[ROWS[n]] * weights[n] for n in kept] or [torch.zeros(3)]
         mat = torch.stack(rows)
         bags.append({"sum": mat.sum(0), "mean": mat.mean(0), "max": mat.max(0).values}[bag.mode])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod, sqrt
-from typing import ClassVar, cast
+from typing import ClassVar, Final, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +24,17 @@ from torch.nn import (
     RMSNorm,
     SyncBatchNorm,
 )
+from torch.nn.functional import rms_norm
 
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
 from backpack_products import ScaleProduct
 from backpack_products.parametric import ProductRule
 from backpack_products.values import at_least_single
+
+# Whether torch takes the ``eps`` of single precision for half precision; 2.6 takes its own.
+_HALF = torch.full((1,), 2.0**-10, dtype=torch.float16, device="cpu")
+_IS_WIDENED: Final = bool(rms_norm(_HALF, (1,)) > 0.5)
 
 
 class NormalizationRule(ProductRule):
@@ -117,8 +122,10 @@ class NormalizationRule(ProductRule):
 
     def _compute_statistics(self, view: View) -> tuple[Tensor, Tensor]:
         eps = cast(RMSNorm, view.module).eps
-        if eps is None:  # torch computes half precision in single precision
-            eps = torch.finfo(torch.promote_types(view.inputs[0].dtype, torch.float32)).eps
+        if eps is None:
+            dtype = view.inputs[0].dtype
+            wide = torch.promote_types(dtype, torch.float32)
+            eps = torch.finfo(wide if _IS_WIDENED else dtype).eps
         if self.fixed_statistics(view):
             names = "running_mean", "running_var"
             mean, var = (at_least_single(view.parameter(name)) for name in names)
