@@ -19,9 +19,6 @@ ROWS = torch.tensor([3, 1, 1, 0, 5, 1, 6, 3, 3])
 OFFSETS = torch.tensor([0, 2, 2, 5])  # one bag is empty
 LABELS = torch.tensor([0, 3, 1, 2])
 NUMBERS, ENDS = ROWS.tolist(), [*OFFSETS.tolist(), len(ROWS)]  # torch.func may not read them
-    ROWS.tolist(),
-    [*OFFSETS.tolist(), len(ROWS)],
-)  # read here: torch.func may not read later
 # Options of the bag, and whether each row has a weight, which is trained.
 BAGS: dict[str, tuple[dict[str, Any], bool]] = {
     "sum": ({"mode": "sum"}, False),
