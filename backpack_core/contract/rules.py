@@ -52,7 +52,7 @@ class LayerRule(ABC):
     To write:
         ``_jac_t_mat_prod(view, mat)``: ``J_xᵀ mat``, ``[V, N, *out] → [V, N, *in]``; a tuple for
         several input tensors. Optional: ``check(view)``, ``mixes_samples(view)``,
-        ``batch_axis(view, index)``.
+        ``batch_axis(view, index)``, ``input_axis(view)``.
     """
 
     module_types: ClassVar[tuple[ModuleType, ...]] = ()
@@ -87,6 +87,13 @@ class LayerRule(ABC):
 
         The engine moves that axis to the front of ``mat``, ``view.output`` and ``view.grad_output``
         before it calls the rule.
+        """
+        return 0
+
+    def input_axis(self, view: View) -> int:
+        """The axis of the first input and output on which the module takes the samples. Default: 0.
+
+        If it is another one, ``view.input`` and products with the input have the samples there.
         """
         return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part. The aim is 3,500.
-BUDGET = 3919
+BUDGET = 3921
 # Beside it; the aim for the kit is 1,650.
 BESIDE = {"testing": 2150, "cli": 2000}
 _NO_CODE = {

@@ -87,7 +87,9 @@ class RecurrentRule(AffinePairsRule):
                 f"{view.path} received a PackedSequence, which has no batch axis: pass the padded "
                 "tensor [N, T, I], and pick each sample's last step from the output."
             )
-        if not module.batch_first:
+        # The engine has found the samples on axis 1, and as many as take part.
+        is_turned = view.axis == 1 and view.samples == sequence.shape[1:2].numel()
+        if not (module.batch_first or is_turned):
             raise UnsupportedError(
                 f"{view.path} has batch_first=False, so axis 0 holds time steps, not samples: "
                 "build it with batch_first=True and pass [N, T, I], or extend(model, batch_axis=1) "
@@ -109,13 +111,19 @@ class RecurrentRule(AffinePairsRule):
         """Axis 0 of the sequence, axis 1 of the final states."""
         return 0 if index == 0 else 1
 
+    def input_axis(self, view: View) -> int:
+        """Axis 1 if the module has the time in front."""
+        is_batched = view.input_shape[2:].numel() > 0 and len(view.input_shape) == 3
+        return int(not _module(view).batch_first and is_batched)
+
     @abstractmethod
     def cell(self, view: View) -> Cell:
         """The cell of the layer."""
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
         carried = self._carried(view, mat)
-        return by_slot(view, {"input": (carried.x,), "hx": carried.states})
+        x = carried.x if _module(view).batch_first else carried.x.transpose(1, 2)
+        return by_slot(view, {"input": (x,), "hx": carried.states})
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         """The recursion is differentiated: it returns the gradient as a function of the input."""
@@ -144,7 +152,7 @@ class RecurrentRule(AffinePairsRule):
     def _chains(self, view: View) -> list[list[Chain]]:
         """The chains of every layer, with the samples of this view."""
         whole, chosen = whole_call(view)
-        layers = whole.once("chains", lambda: self._run(whole, tensor(whole, "input")))
+        layers = whole.once("chains", lambda: self._run(whole, _sequence(whole)))
         if chosen is None:
             return layers
         return view.once("chains", lambda: [[_select(c, chosen) for c in cs] for cs in layers])
@@ -180,7 +188,7 @@ class RecurrentRule(AffinePairsRule):
         if given:
             states = [whole.tensor_input(slot) for slot in given]
             return states if chosen is None else [state[:, chosen] for state in states]
-        module, x = _module(view), tensor(view, "input")
+        module, x = _module(view), _sequence(view)
         shape = module.num_layers * _directions(module), len(x)
         sizes = module.proj_size or module.hidden_size, module.hidden_size
         return [x.new_zeros(*shape, size) for size in sizes[:count]]
@@ -263,6 +271,12 @@ def _recurse(
 
 def _module(view: View) -> RNNBase:
     return cast(RNNBase, view.module)
+
+
+def _sequence(view: View) -> Tensor:
+    """The input, ``[N, T, I]``."""
+    x = tensor(view, "input")
+    return x if _module(view).batch_first else x.transpose(0, 1)
 
 
 def _directions(module: RNNBase) -> int:

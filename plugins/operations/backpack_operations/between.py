@@ -43,6 +43,7 @@ from backpack_operations.terms import refuse_other_terms, refuse_unknown_normali
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
+from backpack_products.column_propagator import ColumnPropagator
 from backpack_products.substitutes import is_parameter
 
 Grads = Sequence[Tensor | None]
@@ -64,6 +65,7 @@ class Operations(Between[GraphSurvey]):
         self.survey = GraphSurvey(
             beside=context.beside, tells_samples=tells_samples(context), told=context.told
         )
+        self.survey.shows_all = all(map(_takes_all, context.propagators))
         self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
         self._is_first = True
@@ -281,6 +283,11 @@ class Operations(Between[GraphSurvey]):
             grads: The gradients at its outputs, if autograd is at the node.
         """
         self._crossings.cross(schedule, node, grads)
+
+
+def _takes_all(propagator: Propagator) -> bool:
+    """Whether a propagator only sends columns of all samples."""
+    return isinstance(propagator, ColumnPropagator) and propagator.subsampling is None
 
 
 def _reach_leaf(run: BackwardPass, grads: Grads) -> None:

@@ -136,6 +136,7 @@ class PlannedAlignment(NamedTuple):
         sample_ids: The sample of each entry, at outputs of calls where columns are kept apart.
         are_moved: Whether rows may be in another order than those of the model's input.
         received: See :class:`GraphSurvey`, as ``unusual``.
+        axes: The axes of samples other than the first, at outputs of calls.
         unusual: Outputs of calls that received data, or contain modules.
         tables: Those among them that are tables.
     """
@@ -150,6 +151,7 @@ class PlannedAlignment(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     faults: tuple[int, ...]
     received: tuple[tuple[int, int], ...]
+    axes: tuple[tuple[int, int], ...]
     unusual: tuple[int, ...]
     tables: tuple[int, ...]
 
@@ -180,11 +182,17 @@ class PlannedAlignment(NamedTuple):
                 tuple([(places[place], run) for place, run in alignment.runs.items()]),
                 tuple([number[site] for site in alignment.faults]),
                 tuple([(number[site], rows) for site, rows in survey.received.items()]),
+                tuple([(number[site], axis) for site, axis in survey.axes.items() if axis]),
                 tuple([n for n, _ in unusual]),
                 tuple([n for n, is_table in unusual if is_table]),
             )
         except KeyError as error:
             raise Unplanned("samples lie at a place that was not walked to") from error
+
+    def axes_in(self, structure: Structure) -> dict[tuple[Call, int], int]:
+        """The axis of the samples at outputs of calls of another graph."""
+        keys = [*structure.sites]
+        return {**dict.fromkeys(keys, 0), **{keys[n]: axis for n, axis in self.axes}}
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill in the alignment of another graph of the same structure."""
@@ -201,7 +209,7 @@ class PlannedAlignment(NamedTuple):
         # The errors are never raised: the first graph was not refused.
         alignment.faults = {keys[n]: faults.elsewhere() for n in self.faults}
         survey.received = {keys[n]: rows for n, rows in self.received}
-        survey.axes = dict.fromkeys(keys, 0)
+        survey.axes = self.axes_in(structure)
         survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], self.are_moved
         survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
 
@@ -317,7 +325,8 @@ class PlannedFacts(NamedTuple):
         """
         if why := survey.why_unusual or why_told(survey.told, structure):
             raise Unplanned(why)
-        is_plain = survey.alignment.is_plain and not survey.are_moved
+        is_turned = survey.are_moved or any(survey.axes.values())
+        is_plain = survey.alignment.is_plain and not is_turned
         alignment = None if is_plain else PlannedAlignment.of(survey, structure)
         uses, number = PlannedUses.of(survey, structure), structure.between
         if not survey.looked_at.keys() <= number.keys():
@@ -390,6 +399,7 @@ class PlannedFacts(NamedTuple):
         survey = GraphSurvey(batch_size=known.batch_size, sites=structure.sites, told=told)
         survey.fit_told()
         survey.received = dict.fromkeys(structure.sites, known.batch_size)
+        survey.axes = {} if self.alignment is None else self.alignment.axes_in(structure)
         owners, between = Owners(survey), [*structure.between]
         ids = owners.ids
         if not all(data.holds(sites[data.site].call, owners) for data in self.compared):

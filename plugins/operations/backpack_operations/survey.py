@@ -56,6 +56,7 @@ class GraphSurvey(Survey):
     Attributes:
         beside: The terms of ``backpack(beside=...)``, as outputs of nodes. The walk stops there.
         tells_samples: Whether an extension distinguishes samples, beyond a sum over them.
+        shows_all: Whether only columns of all samples are sent.
         told: The sample of each input row, by ``backpack(samples=...)`` or by sums in the model.
         alignment: Where the samples lie.
         tables: Nodes inside of calls that returned one tensor for all samples.
@@ -101,6 +102,7 @@ class GraphSurvey(Survey):
 
     beside: frozenset[tuple[Node, int]] = frozenset()
     tells_samples: bool = False
+    shows_all: bool = True
     told: Told | None = None
     alignment: Alignment = field(default_factory=Alignment)
     bare: dict[int, Bare] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class GraphSurvey(Survey):
                 self.read_at and self.is_told
             ),
             "a part of the rows is known": bool(self.call_rows),
-            "samples lie on another axis": self.is_declared or any(self.axes.values()),
+            "samples were declared to lie on another axis": self.is_declared,
             "each item of a list is a sample's": self.depth is not None,
             "weights are handed over": bool(self.handed),
             "a view was overwritten in place": bool(self.viewed or self.at_base),

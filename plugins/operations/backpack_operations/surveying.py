@@ -141,7 +141,8 @@ def _check(survey: GraphSurvey, site: Site) -> None:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         survey.widest = max(survey.widest, tensor.nbytes)
     view = View(call, index)
-    survey.axes[call, index] = axis = rule.batch_axis(view, index)
+    turned = _turned_axis(survey, view) if not index and inputs else 0
+    survey.axes[call, index] = axis = turned or rule.batch_axis(view, index)
     if not isinstance(axis, int) or not 0 <= axis < max(1, output.dim()):
         raise faults.no_axis(call, axis, output)
     survey.is_declared |= declared_axis(call) > 0
@@ -149,13 +150,23 @@ def _check(survey: GraphSurvey, site: Site) -> None:
         further = " If axis 0 holds other things (weights, steps), call a function, not the module."
         survey.faults.append((faults.mixing(call.path, further), None))
     if inputs:
-        size = inputs[0].shape[0] if inputs[0].dim() else 0
+        size = inputs[0].shape[turned] if inputs[0].dim() else 0
         is_resized = bool(output.dim()) and output.shape[axis : axis + 1] != (size,)
         survey.received[call, index] = -1 if is_resized and not rule.is_loss else size
     if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
         raise fault
     if module._modules or None in call.edges:
         survey.unusual.append(site)
+
+
+def _turned_axis(survey: GraphSurvey, view: View) -> int:
+    """The axis other than 0 on which a rule takes samples, if it is plain that they are there.
+
+    Not for some samples, nor for other quantities than columns: operations inside serve these.
+    """
+    axis, call = view.call.rule.input_axis(view), view.call
+    is_plain = call.edges[0] is not None or declared_axis(call) == axis
+    return axis if survey.shows_all and is_plain else 0
 
 
 # Nodes ------------------------------------------------------------------------------------------
