@@ -184,7 +184,10 @@ class Walk:
         is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
         if is_usual and owners.equal(samples.repeat_interleave(count)):
             is_joined = result.owned is not None and this.is_call and nodes.joins(result.node)
-            if is_joined or result.operation in nodes.INDEXED:
+            # A rule takes the samples there. If axis 0 is as long, it is unclear what it received.
+            is_turned = this.is_call and this.axis > 0 and this.shape[0] != self._size
+            is_turned &= this.site is not None and this.site.layout is None
+            if is_joined or is_turned or result.operation in nodes.INDEXED:
                 this.positions = count  # else a pick of one row each, in any order, would be missed
             return bool(this.positions)
         is_contradicted = result.positions and not result.is_call and link.keeps_rows
