@@ -65,7 +65,6 @@ class Operations(Between[GraphSurvey]):
         self.survey = GraphSurvey(
             beside=context.beside, tells_samples=tells_samples(context), told=context.told
         )
-        self.survey.shows_all = all(map(_takes_all, context.propagators))
         self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
         self._is_first = True
@@ -87,6 +86,7 @@ class Operations(Between[GraphSurvey]):
     def look_behind(self, edges: list[Edge]) -> None:
         """Walk past calls with rules, and through operations."""
         self._is_first = not self.survey.sites
+        self.survey.shows_all = all(map(_takes_all, self.context.propagators))
         look_behind(self.survey, edges)
 
     def see_through(self, edges: list[Edge]) -> None:
