@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deep": {"num_layers": 2},
     "both ways": {"bidirectional": True},
 }
-ENDS = ["last", "tokens", "mean", "state"]
+ENDS = ["last", "tokens", "mean", "state", "steps and state"]
 EXTENSIONS = {
     "individual": (BatchGrad, BatchL2Grad),
     "columns": (DiagGGNExact, BatchDiagGGNExact, Jacobians),
@@ -47,9 +47,10 @@ class Sequences(nn.Module):
         h = self.embed(x)
         out, states = self.cell(h if self.is_first else h.transpose(0, 1))
         out = out if self.is_first else out.transpose(0, 1)
-        if self.end == "state":
-            state = states[0] if isinstance(states, tuple) else states
-            return self.head(torch.cat([*state[-2:]], -1) if len(out[0, 0]) > 5 else state[-1])
+        state = states[0] if isinstance(states, tuple) else states
+        last = torch.cat([*state[-2:]], -1) if self.cell.bidirectional else state[-1]
+        if self.end.endswith("state"):
+            return self.head(last if self.end == "state" else last + torch.tanh(out[:, 0]))
         if self.end == "tokens":
             return self.head(out).flatten(0, 1)
         found = {

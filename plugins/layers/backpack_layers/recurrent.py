@@ -113,8 +113,7 @@ class RecurrentRule(AffinePairsRule):
 
     def input_axis(self, view: View) -> int:
         """Axis 1 if the module has the time in front."""
-        is_batched = view.input_shape[2:].numel() > 0 and len(view.input_shape) == 3
-        return int(not _module(view).batch_first and is_batched)
+        return int(not _module(view).batch_first and len(view.input_shape) == 3)
 
     @abstractmethod
     def cell(self, view: View) -> Cell:

@@ -141,8 +141,8 @@ def _check(survey: GraphSurvey, site: Site) -> None:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         survey.widest = max(survey.widest, tensor.nbytes)
     view = View(call, index)
-    turned = _turned_axis(survey, view) if not index and inputs else 0
-    survey.axes[call, index] = axis = turned or rule.batch_axis(view, index)
+    turned = _turned_axis(survey, view) if inputs else 0
+    survey.axes[call, index] = axis = (0 if index else turned) or rule.batch_axis(view, index)
     if not isinstance(axis, int) or not 0 <= axis < max(1, output.dim()):
         raise faults.no_axis(call, axis, output)
     survey.is_declared |= declared_axis(call) > 0
