@@ -199,7 +199,7 @@ def test_a_package_that_fails_gets_none(package: Path) -> None:
     checks = test.read_text()
     test.write_text("def test_nothing():\n    assert False\n")
     with pytest.raises(
-        BackpackError, match=r"No certificate was written for \S+, because tests fail"
+        BackpackError, match=r"No certificate was written for \S+proved, because tests fail"
     ):
         certify(package)
     test.write_text("def test_nothing():\n    pass\n")
