@@ -581,7 +581,7 @@ def test_results_as_a_frame_and_as_a_file(tmp_path) -> None:
     assert scores.top(2, largest=False).identities == [["a", 1], ["a", 1]]
     bad = Scores(torch.tensor([[1.0], [torch.nan]]), ["a", "b"], ["q"])
     for call in (bad.top, bad.select):
-        with pytest.raises(UsageError, match="Some scores are NaN"):
+        with pytest.raises(UsageError, match="must be numbers, and some are NaN"):
             call(1)
     assert bad.aligned(["a"]).select(1) == ["a"]
     with pytest.raises(UsageError, match="have none for 'x'"):

@@ -132,7 +132,7 @@ def test_products_that_overflow_have_no_order(tmp_path) -> None:
     with GradientStore(tmp_path / "store") as store:
         store.append([0, 1], {"a": torch.tensor([[1e25, -1e25], [1.0, 1.0]])})
     queries = {"a": torch.full((1, 2), 1e25, dtype=torch.float32)}
-    with pytest.raises(UsageError, match="Some scores are NaN"):
+    with pytest.raises(UsageError, match="must be numbers, and some are NaN"):
         store.search(queries, 1)
     assert store.search(queries, 1, cosine=True).identities == [[1]]
 

@@ -199,16 +199,20 @@ def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> lis
     return [places[name] for name in wanted]
 
 
-def require_order(values: Tensor) -> None:
-    """Refuse scores without an order: torch sorts NaN as the largest.
+def require_order(values: Tensor, what: str = "Scores") -> None:
+    """Refuse numbers without an order: torch sorts NaN as the largest, and would find it first.
+
+    Args:
+        values: The numbers.
+        what: What they are, for the message.
 
     Raises:
-        UsageError: A score is NaN.
+        UsageError: A number is NaN.
     """
     if values.isnan().any():
         raise UsageError(
-            "Some scores are NaN, which has no place in any order: look at the samples that they "
-            "come from, and leave these out."
+            f"{what} must be numbers, and some are NaN, which has no place in any order: look at "
+            "the samples and models that they come from, or leave them out."
         )
 
 

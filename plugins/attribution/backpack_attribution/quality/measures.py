@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_attribution.scores import Scores
+from backpack_attribution.scores import Scores, require_order
 from backpack_core.errors import ShapeError, UsageError
 
 
@@ -50,7 +50,7 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
 
 def ranks(values: Tensor) -> Tensor:
     """Ranks in each column, from zero; equal values get the mean of their ranks. ``[S, M]``."""
-    _require_numbers(values, "What is ranked")
+    require_order(values, "What is ranked")
     columns = []
     for column in values.T:
         _, inverse, counts = column.unique(return_inverse=True, return_counts=True)
@@ -87,7 +87,7 @@ def lds(scores: Scores | Any, subsets: Any, outputs: Any) -> Measured:
     values = _matrix(scores)
     chosen, losses = torch.as_tensor(subsets), torch.as_tensor(outputs).double()
     _require_shapes(values, chosen, losses, "subsets")
-    _require_numbers(losses, "outputs")
+    require_order(losses, "outputs")
     return Measured.over(spearman(chosen.double() @ values, -losses))
 
 
@@ -108,8 +108,8 @@ def leave_one_out(scores: Scores | Any, changes: Any, samples: Sequence[int]) ->
     if values.shape != true.shape:
         raise ShapeError(f"changes must be {list(values.shape)}. Got {list(true.shape)}.")
     x, y = _centred(values), _centred(true)
-    _require_numbers(x, "Scores, without their mean,")
-    _require_numbers(y, "changes, without their mean,")
+    require_order(x, "Scores, without their mean,")
+    require_order(y, "changes, without their mean,")
     return Measured.over(_cosine(x, y))
 
 
@@ -200,17 +200,8 @@ def _matrix(scores: Any) -> Tensor:
     values = scores.values if isinstance(scores, Scores) else torch.as_tensor(scores)
     if values.dim() != 2 or not len(values):
         raise ShapeError(f"Scores must be [N, M]. Got {list(values.shape)}.")
-    _require_numbers(values, "Scores")
+    require_order(values)
     return values.detach().cpu().double()
-
-
-def _require_numbers(values: Tensor, what: str) -> None:
-    """Refuse NaN, which torch sorts as the largest: it would be found first."""
-    if values.isnan().any():
-        raise UsageError(
-            f"{what} must be numbers, and some are NaN, which has no place in any order: look at "
-            "the samples and models that they come from, or leave them out."
-        )
 
 
 def _require_shapes(values: Tensor, subsets: Tensor, outputs: Tensor, what: str) -> None:
