@@ -19,7 +19,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.engine import active
-from backpack_core.engine.chain import between
+from backpack_core.engine.between import between
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing

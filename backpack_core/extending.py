@@ -17,7 +17,7 @@ from backpack_core import _hooks
 from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
-from backpack_core.engine.chain import between
+from backpack_core.engine.between import between
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry

@@ -21,7 +21,7 @@ from torch.nn import Module
 from backpack_core import _hooks, _torch
 from backpack_core._hooks import hook_first
 from backpack_core._torch import parametrizations_of
-from backpack_core.engine.chain import between
+from backpack_core.engine.between import between
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import Resolved, registry

@@ -15,7 +15,7 @@ from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
 from backpack_core.cli.watch import declared_form
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.chain import between
+from backpack_core.engine.between import between
 from backpack_core.errors import UsageError
 from backpack_core.extending import extend, unextend
 from backpack_core.plugins.registry import registry

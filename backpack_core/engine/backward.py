@@ -20,8 +20,7 @@ from backpack_core.autocast import without_autocast
 from backpack_core.contract.observer import Grads, Options
 from backpack_core.contract.rules import normaliser_of
 from backpack_core.engine.active import Context
-from backpack_core.engine.between import Planning
-from backpack_core.engine.chain import between
+from backpack_core.engine.between import between
 from backpack_core.engine.location import changed_gradient, place, place_between
 from backpack_core.engine.observers import answers, overriding, own_observers, returned_by_libraries
 from backpack_core.engine.schedule import Schedule
@@ -127,7 +126,7 @@ class BackwardPass:
         self.observers = own_observers(context, self.survey)
         self._kept: CallCaches = {}
         self._release_last: list[Call] = []
-        self._planning: Planning | None = None
+        self._planning: Any = None
         if context.propagators:
             self._begin()
         self._begin_visits()
@@ -140,14 +139,15 @@ class BackwardPass:
         self.observers += returned_by_libraries(self)
         is_known = self.is_announced and self.is_outermost
         self._planning = planning = self.between.planning(self.roots if is_known else ())
-        survey.is_planned = planning.take(self)
+        survey.is_planned = planning is not None and planning.take(self)
         if survey.is_planned:
             context.seen.update(["ran", "trained"])
         else:
             self._look_around(self.roots)
             if self.is_announced or context.whole or not self.is_outermost:  # else more may come
                 self.between.refuse_terms(self.roots, not self.is_outermost)
-            planning.make(self)
+            if planning is not None:
+                planning.make(self)
         is_checked, is_due = answers(self.observers, "check"), context.check == "first"
         if is_due and not is_checked:
             self.between.warn_unmeasured()

@@ -1,60 +1,75 @@
-"""The interface to what lies between the calls of a graph, and to what earlier passes found there.
+"""What lies between the calls of a graph: core knows chains, in which nothing does.
 
-A :class:`Between` walks the graph before the pass, and carries quantities through operations during
-it. Core has one for chains of modules with rules, where calls lead to calls (``chain.py``). A
-library that knows operations provides another by the hook ``backpack_operation``.
+In a chain, every input of a call is data or the output of a call. Functions may follow the last
+calls, as long as no quantity goes through them. Everything else needs the library *operations*,
+which derives from :class:`Between`; errors name it if it is missing.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core._torch import Node, is_distributed
-from backpack_core.engine.active import Context, Group
-from backpack_core.graph import Survey
-from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core._torch import Node, has_memory, is_distributed
+from backpack_core.engine.active import Context
+from backpack_core.engine.location import nothing_arrived
+from backpack_core.engine.schedule import Schedule
+from backpack_core.engine.sink import Sink
+from backpack_core.engine.traversal import Traversal
+from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
+from backpack_core.graph import Survey, described, is_leaf
+from backpack_core.plugins.loading import missing
+from backpack_core.plugins.registration import answer
+from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
 from backpack_core.record.execution import Execution
-from backpack_core.record.models import Place, Run
+from backpack_core.record.models import NO_RUN, Place, Run
 from backpack_core.record.state import Traits
+from backpack_core.record.view import View
 
 if TYPE_CHECKING:
-    from backpack_core.engine.backward import Arguments, BackwardPass
-    from backpack_core.engine.schedule import Schedule
-    from backpack_core.engine.sink import Sink
-    from backpack_core.engine.traversal import Traversal
+    from backpack_core.engine.backward import BackwardPass
 
 
-class Planning:
-    """What is known before the graph of one pass is surveyed. Core alone knows nothing.
-
-    A library derives from it.
-    """
-
-    def take(self, run: Any) -> bool:
-        """Fill in the survey, and clear the results of earlier passes; returns whether it did.
-
-        Args:
-            run: The pass, before anything is surveyed.
-        """
-        return False
-
-    def make(self, run: Any) -> None:
-        """Note what the survey of a pass has found, before observers look at the pass."""
-
-    def keep(self, run: Any) -> None:
-        """Keep what was noted, since the pass went well."""
+def between() -> type[Between]:
+    """The class of the library; core's own if no library is installed."""
+    return answer("backpack_operation") or Between
 
 
-S = TypeVar("S", bound=Survey)
+def needs_operations(what: str) -> MissingPluginError:
+    """The error for a graph that is not such a chain."""
+    return missing(
+        f"{what}. Core alone knows chains of modules with layer rules, with samples on axis 0. "
+        "Install backpack-operations, which knows operations between modules and where samples "
+        "lie: pip install backpack-operations.",
+        "operations",
+    )
 
 
-class Between(ABC, Generic[S]):
-    """What lies between the calls of one pass. It must not hold the pass or a schedule.
+def mixing(what: str, further: str = "") -> BackpackError:
+    """The error for a call, or an operation between calls, that mixes samples."""
+    return SampleMixingError(
+        f"{what} makes every sample of the batch influence every other (a batch normalisation in "
+        "train mode does, and a softmax over axis 0), so per-sample quantities do not exist. Call "
+        f"model.eval(), or use a layer that treats samples one by one, such as GroupNorm.{further}"
+    )
+
+
+def _refused(what: str) -> Any:
+    """A function that refuses whatever it is called with."""
+
+    def refuse(*_: object) -> Any:
+        raise needs_operations(what)
+
+    return staticmethod(refuse)
+
+
+class Between:
+    """What lies between the calls of one pass: it walks the graph, and knows what is sent where.
+
+    It must not hold the pass or a schedule. A library derives from it.
 
     Attributes:
         context: What was asked for.
@@ -64,34 +79,30 @@ class Between(ABC, Generic[S]):
         sink: Makes the sink, where results go, from a survey.
         returned: The nodes of tensors whose gradients ``torch.autograd.grad`` returns. It gets
             there, but runs only those behind which it needs more.
+        said: Checks ``backpack(samples=..., beside=...)``, and returns what the context keeps.
+        axes_of: The argument of ``extend(batch_axis=...)`` by module path; called unless it is 0.
+        pass_inside: Begins a pass inside of another, or one whose call of ``backward()`` was not
+            seen, from the context, the edge where it was first seen, and the arguments.
     """
 
-    survey: S
-    schedule: Callable[[Any, Sequence[Group]], Schedule]
-    sink: Callable[[Any], Sink]
+    survey: Any
+    schedule: Callable[..., Schedule] = Schedule
+    sink: Callable[..., Sink] = Sink
     returned: Collection[Node] = ()
+    said = _refused("backpack(samples=...) and backpack(beside=...) say what rows and terms are")
+    axes_of = _refused("extend(batch_axis=...) says that samples are on an axis other than 0")
+    pass_inside = _refused(
+        "A backward pass began inside of another (in a hook, or in a re-entrant checkpoint), or "
+        "not by backward()"
+    )
 
     def __init__(self, context: Context) -> None:
         """Begin a pass; nothing is known about its graph."""
-        self.context = context
+        self.context, self.survey = context, Survey()
+        self._first: Call | None = None  # the first one that received data
+        self._mixing: list[BackpackError] = []
 
-    @staticmethod
-    @abstractmethod
-    def said(samples: Any, beside: Any) -> tuple[Any, frozenset[tuple[Node, int]]]:
-        """Check these arguments of ``backpack(...)``, and return what the context keeps of them.
-
-        Raises:
-            UsageError: They do not say which rows belong to which sample, or name no terms.
-        """
-
-    @staticmethod
-    @abstractmethod
-    def axes_of(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
-        """The argument of ``extend(batch_axis=...)`` by module path; called unless it is 0.
-
-        Raises:
-            UsageError: It does not name an axis, or names something that the model does not have.
-        """
+    # The forward pass -----------------------------------------------------------------------------
 
     @staticmethod
     def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> Run:
@@ -123,62 +134,125 @@ class Between(ABC, Generic[S]):
         """
         return None
 
-    @staticmethod
-    @abstractmethod
-    def pass_inside(
-        context: Context, edge: Edge | None, arguments: Arguments | None
-    ) -> BackwardPass:
-        """Begin a pass inside of another, or one whose call of ``backward()`` was not seen.
-
-        Args:
-            context: What was asked for.
-            edge: Where the pass was first seen, if its call was not.
-            arguments: What ``backward()`` was called with, if the call was seen.
-        """
-
     # Before anything is computed ------------------------------------------------------------------
 
-    @abstractmethod
     def look_behind(self, edges: list[Edge]) -> None:
-        """Walk the graph behind some edges, and fill the survey.
+        """Walk through functions that follow the last calls, and from call to call."""
+        seen = set[Node]()
+        todo = [(edge, "backward()", True) for edge in edges]
+        while todo:
+            edge, user, is_after = todo.pop()
+            node: Any = edge.node
+            if has_call(node) or not is_after:
+                site = self._site_at(edge, user)
+                if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
+                    self._enter(site)
+                    todo += [(e, site.call.path, False) for e in site.call.edges if e is not None]
+            elif is_leaf(node) and self.is_parameter(node.variable):
+                raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
+            elif node not in seen:
+                seen.add(node)
+                further = [Edge(*way) for way in node.next_functions if way[0] is not None]
+                todo += [(e, f"The operation {described(node)!r}", True) for e in further]
 
-        Raises:
-            BackpackError: No quantity can go through something in the graph.
-        """
+    def _site_at(self, edge: Edge, user: str) -> Site:
+        site = site_at(edge) if has_call(edge.node) else None
+        if site is None:
+            raise needs_operations(
+                f"{user} uses what the operation {described(edge.node)!r} made"
+                f"{self._after(edge.node)}"
+            )
+        return site
 
-    @abstractmethod
+    def _after(self, node: Node) -> str:
+        paths = self.survey.sources(node)
+        return f" of the output of {' and '.join(paths)}" if paths else ""
+
+    def _enter(self, site: Site) -> None:
+        """Note a call; refuse it if it is not one of a chain."""
+        call, survey = site.call, self.survey
+        survey.structure = None
+        survey.sites[call, site.index] = site
+        survey.note_uses(call)
+        if survey.is_shared:
+            raise needs_operations(f"{call.path} has a parameter that is used more than once")
+        if why := self._why_other(call, site.index):
+            raise needs_operations(f"{call.path} {why}")
+        stored = call.stored
+        survey.batch_size = survey.batch_size or len(stored.inputs[0])
+        if call.rule.mixes_samples(View(call, site.index)):
+            self._mixing.append(mixing(call.path))
+
+    def _why_other(self, call: Call, index: int) -> str:
+        """Why a call is not one of a chain; empty if it is."""
+        rule, stored, survey = call.rule, call.stored, self.survey
+        if rule.transparent:
+            return "has no layer rule, so it consists of operations"
+        if call in survey.freed:
+            return f"has a parameter {survey.freed[call][0].name!r} that its layer rule leaves out"
+        if any(map(self.is_parameter, stored.inputs)) or any(
+            tensor.grad_fn is not None for tensor, _ in stored.owned.values()
+        ):
+            return "has parameters that are computed, or given (as by functional_call)"
+        if call.is_rewired or call.module._modules:
+            return "changed a view in place" if call.is_rewired else "has modules inside"
+        if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
+            return "received no tensor, or a nested or sparse one"
+        if rule.batch_axis(View(call, index), index):
+            return "has its samples on an axis other than the first"
+        rows = stored.inputs[0].shape[:1].numel() if stored.inputs[0].dim() else 0
+        returned = stored.outputs[index].shape[:1]
+        if not rule.is_loss and (not returned or returned[0] != rows):
+            return f"received {rows} rows and returned {[*returned]}"
+        if not rows or rows != (survey.batch_size or rows):
+            return f"received {rows} rows, and other modules {survey.batch_size}"
+        return "" if rule.is_loss else self._why_other_run(call, rows)
+
+    def _why_other_run(self, call: Call, rows: int) -> str:
+        """Why the samples of a call may not be those of its model; empty if they are."""
+        if any(call.edges):
+            return ""
+        run, first = call.run, self._first or call
+        self._first = first
+        if run is not first.run or (run is NO_RUN and call is not first):
+            return f"received data, and so did {first.path}, in another call of a model or in none"
+        if run.sizes and run.sizes != (rows,):
+            return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
+        if run.sizes and call.receives_input < 2:
+            return "received something other than its model did"
+        return ""
+
     def see_through(self, edges: list[Edge]) -> None:
-        """Find out where samples lie behind edges that were walked.
+        """Raise if samples influence each other."""
+        if self._mixing and self.context.is_per_sample:
+            raise self._mixing[0]
 
-        Raises:
-            BackpackError: Something that was asked for does not exist in this graph.
-        """
-
-    @abstractmethod
     def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
-        """Raise if ``backward()`` was called on more than extended losses.
-
-        Args:
-            roots: What it was called on.
-            is_inside: Whether it was called in a hook of another pass.
-
-        Raises:
-            BackpackError: A quantity would miss a term, or what a loss divides by is not known.
-        """
+        """Raise unless ``backward()`` was called on an extended loss itself."""
+        for extension in (*self.context.of_losses, *self.context.with_normalisers):
+            name = type(extension).__name__
+            for edge in roots:
+                site = self._site_at(edge, name)
+                if not site.call.rule.is_loss:
+                    raise nothing_arrived(View(site.call, site.index), name)
 
     def nonlinear(self) -> list[Node]:
         """The operations that depend on parameters and may be nonlinear. Default: none."""
         return []
 
-    # What is known already ------------------------------------------------------------------------
+    # What earlier passes found --------------------------------------------------------------------
 
-    def planning(self, roots: Sequence[Edge]) -> Planning:
-        """What earlier passes have found out about the graph. Default: nothing.
+    def planning(self, roots: Sequence[Edge]) -> Any:
+        """What earlier passes have found out about the graph; ``None`` for nothing, the default.
+
+        ``take(run)`` fills in the survey, and clears the results of earlier passes, before anything
+        is surveyed; it returns whether it did. If not, ``make(run)`` notes what the survey has
+        found, before observers look at the pass, and ``keep(run)`` keeps it if the pass went well.
 
         Args:
             roots: What ``backward()`` was called on; empty if that is not known.
         """
-        return Planning()
+        return None
 
     @staticmethod
     def latest_plan(model: Module) -> Any:
@@ -191,15 +265,21 @@ class Between(ABC, Generic[S]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    @abstractmethod
     def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal | None:
         """What happens at visits of this graph; ``None`` if :meth:`reach` does all of it.
+
+        Core's sends all columns at once.
 
         Args:
             schedule: Where quantities wait.
             sink: Where results go.
             kept: What was computed from each call alone.
         """
+        if any(group.has_overrides for group in schedule.groups):
+            raise needs_operations("An extension has carriers, which replace layer rules")
+        if any(group.propagator.subsampling is not None for group in schedule.groups):
+            raise needs_operations("subsampling=... chooses samples")
+        return Traversal(schedule, sink)
 
     def warn_unmeasured(self) -> None:
         """Warn if something ought to be measured, and no library does so. Default: nothing."""
@@ -243,6 +323,12 @@ class Between(ABC, Generic[S]):
         """Autograd has finished: visit what it did not get to. Default: nothing."""
         return
 
-    @abstractmethod
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
-        """Take what was sent to an edge without a call; see :meth:`Schedule.leave`."""
+        """Refuse: at every edge of a chain there is a call.
+
+        Raises:
+            MissingPluginError: Always.
+        """
+        raise needs_operations(
+            f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
+        )

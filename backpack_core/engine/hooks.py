@@ -20,7 +20,7 @@ from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.observer import Grads
 from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.backward import Arguments, BackwardPass
-from backpack_core.engine.chain import between
+from backpack_core.engine.between import between
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UsageError
 from backpack_core.record.call import Call, Edge, Site

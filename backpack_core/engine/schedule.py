@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 from backpack_core import _torch
 from backpack_core.autocast import without_autocast
 from backpack_core.engine.active import Group
-from backpack_core.engine.between import Between
 from backpack_core.errors import InternalError
 from backpack_core.graph import Survey
 from backpack_core.record.call import Call, Edge, Site
@@ -50,7 +49,7 @@ class Schedule:
     task: int = -1
     hooks: Sequence[Any] = ()
 
-    def __init__(self, between: Between[Any], groups: Sequence[Group]) -> None:
+    def __init__(self, between: Any, groups: Sequence[Group]) -> None:
         self.between, self.groups = between, groups
         self.survey: Survey = between.survey
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}

@@ -13,7 +13,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from backpack_core import backpack, extend, hookimpl
 from backpack_core.engine.active import Context
-from backpack_core.engine.chain import Chain, between
+from backpack_core.engine.between import Between as Core
+from backpack_core.engine.between import between
 from backpack_core.errors import MissingPluginError, SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.graph import Survey
@@ -65,7 +66,7 @@ def test_both_walks_find_the_same(number: int) -> None:
     loss = lossfunc(model(torch.rand(5, 4)), torch.arange(5) % 3)
     if number % 3 == 0:  # what functions make of the last call
         loss = 2 * loss.tanh()
-    mine, others = walked(Chain, loss), walked(Operations, loss)
+    mine, others = walked(Core, loss), walked(Operations, loss)
     assert [*mine.sites] == [*others.sites]
     assert [*mine.trained.items()] == [*others.trained.items()]
     assert [*mine.uses.items()] == [*others.uses.items()]
@@ -93,7 +94,7 @@ def test_numbers_are_the_same(number: int, request: pytest.FixtureRequest) -> No
     X, y = torch.rand(5, 4), torch.arange(5) % 3
     expected = quantities(model, lossfunc(model(X), y))
     request.getfixturevalue("alone")
-    assert between() is Chain
+    assert between() is Core
     for _ in range(3):  # the last ones go by a plan
         for found, known in zip(quantities(model, lossfunc(model(X), y)), expected, strict=True):
             assert torch.equal(found, known)

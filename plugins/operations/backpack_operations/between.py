@@ -49,7 +49,7 @@ from backpack_products.substitutes import is_parameter
 Grads = Sequence[Tensor | None]
 
 
-class Operations(Between[GraphSurvey]):
+class Operations(Between):
     """What lies between the calls of one pass: any operations.
 
     Attributes:
@@ -57,6 +57,7 @@ class Operations(Between[GraphSurvey]):
         driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
     """
 
+    survey: GraphSurvey
     driver: Driver | None = None
     driven: Collection[tuple[Call, int]] | None = None
 

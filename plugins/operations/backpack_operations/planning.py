@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.between import Planning as CorePlanning
 from backpack_core.engine.sink import clear
 from backpack_core.errors import InternalError
 from backpack_core.plugins.registry import registry
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from backpack_operations.between import Operations  # which imports this file
 
 
-class Planning(CorePlanning):
+class Planning:
     """The plan of one pass.
 
     Attributes:
@@ -68,7 +67,14 @@ class Planning(CorePlanning):
         return None
 
     def take(self, run: BackwardPass) -> bool:
-        """Go by the plan of earlier passes, if there is one and all observers agree to it."""
+        """Go by the plan of earlier passes, if there is one and all observers agree to it.
+
+        Args:
+            run: The pass, before anything is surveyed.
+
+        Returns:
+            Whether it filled in the survey, and cleared the results of earlier passes.
+        """
         known, structure, survey = self._known, self.structure, self._survey
         between = self._between
         if known is None or structure is None:
