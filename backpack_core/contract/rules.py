@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from reprlib import repr as abridged
 from typing import Any, ClassVar, Final, TypeAlias
 
-import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_core.record.guards import ask
-from backpack_core.record.nested import map_tensors
-from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
@@ -195,7 +192,7 @@ def expect(
     speaker: object,
     what: str,
     mat: Any,
-    shape: torch.Size,
+    shape: Size,
     columns: int | None = None,
 ) -> None:
     """Raise unless ``mat`` is ``[V, N, *]`` for ``shape = [N, *]``."""
@@ -219,9 +216,6 @@ Normaliser: TypeAlias = float | Tensor | None  # what a loss divides by; ``None`
 @base
 class LossRule(LayerRule):
     """A loss ``ℓ(x, target)`` that is a sum over samples: quantities start at its first input.
-
-    Public methods include the gradient that arrives at the loss. So ``0.5 * loss``, gradient
-    accumulation and ``reduction="none"`` are exact.
 
     To write:
         Nothing. Optional: ``normalisation(view)`` and ``check_terms(view)``.
@@ -267,41 +261,10 @@ class LossRule(LayerRule):
         """
         return 1.0
 
-    def factor(self, view: View) -> Tensor:
-        """The factor in front of each sample's loss, in a shape that multiplies ``[V, N, *in]``.
-
-        It is :meth:`normalisation` times the gradient that arrives.
-        """
-        return self._scale(view) * self.normalisation(view)
-
-    def gradient(self, view: View) -> Tensor:
-        """Gradient of each sample's loss, with :meth:`factor` in front. Shape ``[N, *in]``."""
-        whole = view.full
-        x = whole.input
-        if not (view.is_differentiable and x.requires_grad):
-            x = x.detach().requires_grad_()  # a leaf: no gradient is needed behind it
-        first = whole.values.inputs[0]
-        args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
-        with disable(), torch.enable_grad():
-            output = whole.module(*args, **kwargs)
-        (gradient,) = torch.autograd.grad(
-            output, x, whole.grad_output, create_graph=view.is_differentiable
-        )
-        return gradient if view.indices is None else gradient[list(view.indices)]
-
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise UnsupportedError(
             f"{view.path} is a loss: quantities start there, and cannot pass through it."
         )
-
-    def _scale(self, view: View) -> Tensor:
-        """The gradient that arrives, in a shape that multiplies ``[V, N, *in]``."""
-        grad = view.grad_output
-        if grad is None:
-            raise ShapeError(f"{view.path} has no gradient yet: call this during backward.")
-        if grad.dim() == 0:
-            return grad
-        return _align(view, grad)
 
 
 def normaliser_of(view: View) -> Normaliser:
@@ -327,16 +290,3 @@ def normaliser_of(view: View) -> Normaliser:
             "normaliser=: the number of samples for a mean over them, None for a sum."
         )
     return 1 / rule.normalisation(view)
-
-
-def _align(view: View, grad: Tensor) -> Tensor:
-    """The gradient of an unreduced loss, with as many axes as the loss's input.
-
-    An elementwise loss has the input's shape, or one value for each sample. Otherwise it lacks the
-    class axis 1.
-    """
-    if grad.shape == view.input_shape:
-        return grad
-    if grad.dim() == 1:
-        return grad.reshape(-1, *[1] * (len(view.input_shape) - 1))
-    return grad.unsqueeze(1)

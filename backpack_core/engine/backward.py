@@ -24,7 +24,6 @@ from backpack_core.engine.between import between
 from backpack_core.engine.location import changed_gradient, place, place_between
 from backpack_core.engine.observers import answers, overriding, own_observers, returned_by_libraries
 from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import clear, replaced
 from backpack_core.graph import Survey
 from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
 from backpack_core.record.storage import storage
@@ -82,7 +81,6 @@ class BackwardPass:
         is_outermost: Whether it began outside of any other pass.
         is_part: Whether it belongs to another pass, as that of a re-entrant checkpoint does.
         is_whole: Whether it is outermost, or a part of a pass without calls of its own.
-        clears: Whether it removes results of earlier passes.
         is_running: Whether autograd has begun.
         is_alone: Whether calls are visited without autograd, so that there are no gradients.
         may_narrow: Whether autograd may do less: it adds to ``.grad``, and no root is a leaf.
@@ -93,7 +91,7 @@ class BackwardPass:
     """
 
     # A library derives a class for passes inside of others, and for those that were not announced.
-    is_outermost = is_whole = clears = True
+    is_outermost = is_whole = True
     is_part = is_driven = False
 
     def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
@@ -170,8 +168,8 @@ class BackwardPass:
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         self.between.see_through(edges)
         self.between.attend(self)
-        if is_first and self.clears:
-            clear(survey, survey.trained, self.context, self.sink.new)
+        if is_first:
+            self.sink.clear(survey.trained, self.context)
 
     def _begin_visits(self) -> None:
         self._before = overriding(self.observers, "before")
@@ -294,7 +292,7 @@ class BackwardPass:
         """Remove the pass, however it ended."""
         for observer in self.observers:
             observer.leave()
-        replaced.drop()
+        self.sink.leave()
         for hook in self.schedule.hooks:
             hook.remove()
         passes, task = self.context.passes, self.schedule.task

@@ -6,12 +6,10 @@ pass never stand next to new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from reprlib import repr as abridged
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.nn import Module
@@ -29,56 +27,6 @@ from backpack_core.record.models import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 
-# The plan of the last pass over each model, and the names of the results that it stored.
-_last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()
-
-
-def clear(
-    survey: Survey,
-    calls: Iterable[Call],
-    context: Context,
-    new: Collection[int],
-    plan: Hashable = None,
-    used: Iterable[Tensor] = (),
-) -> None:
-    """Remove the results of earlier passes from the models that take part.
-
-    Args:
-        survey: What is known about the graph.
-        calls: The calls of the pass; their modules tell the models.
-        context: What was asked for.
-        new: The ``id`` of each parameter that a pass under way has stored results on.
-        plan: The plan of the pass, if it has one. If the pass before had the same plan, only the
-            parameters in ``used`` have results.
-        used: The parameters that the pass uses; needed with a plan.
-    """
-    fields = [extension.savefield for extension in context.extensions]
-    models = owners_of(call.module for call in calls)
-    before = [_last.get(model, (None, ())) for model in models]
-    _last.update(dict.fromkeys(models, (plan, fields)))
-    # Memory that is offered and not written again would only take space.
-    offers = not context.keeps_results and all(fields == known for _, known in before)
-    if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
-        parameters: Iterable[Tensor | None] = used
-    else:
-        survey.shards.update(storage().shards_in(models))
-        modules = chain(*(model.modules() for model in models))
-        parameters = chain(*(m._parameters.values() for m in modules), survey.shards.values())
-    if new:
-        parameters = [parameter for parameter in parameters if id(parameter) not in new]
-    replaced.offer([p.__dict__ for p in parameters if p is not None], fields, offers)
-
-
-def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
-    """Note that results were stored without a pass, so that the next pass looks at every parameter.
-
-    Args:
-        models: The models.
-        fields: The names of the results, whose memory the next pass may write again.
-    """
-    _last.update(dict.fromkeys(models, (None, fields)))
-
-
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 
 
@@ -89,7 +37,6 @@ class Sink:
 
     Attributes:
         survey: What is known about the graph.
-        new: The ``id`` of each parameter with results of passes under way.
         deferred: Values of extensions that finish when the pass is over.
         normalisers: What the visited losses divide by, for these extensions.
         noted: What was stored, in order; ``None`` if nobody asks for it.
@@ -97,7 +44,6 @@ class Sink:
     """
 
     noted: list[tuple[Extension, Tensor, Any]] | None = None
-    new: Collection[int] = ()
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
@@ -105,6 +51,29 @@ class Sink:
         self.normalisers: list[Normaliser] = []
         self.unreached: set[int] = set()
         self._memory: set[int] = set()  # of results
+
+    def clear(self, calls: Iterable[Call], context: Context) -> None:
+        """Remove the results of earlier passes from the models that take part.
+
+        Args:
+            calls: The calls of the pass; their modules tell the models.
+            context: What was asked for.
+        """
+        fields = [extension.savefield for extension in context.extensions]
+        for parameter in self.parameters(owners_of(call.module for call in calls)):
+            for field in fields:
+                parameter.__dict__.pop(field, None)
+
+    def parameters(self, models: Iterable[Module]) -> list[Tensor]:
+        """All parameters of some models that may have results, shards among them."""
+        shards = self.survey.shards
+        shards.update(storage().shards_in(models))
+        modules = chain(*(model.modules() for model in models))
+        found = chain(*(module._parameters.values() for module in modules), shards.values())
+        return [parameter for parameter in found if parameter is not None]
+
+    def leave(self) -> None:
+        """The pass is over, however it ended. Default: nothing is to be done."""
 
     def note(
         self,
@@ -219,29 +188,6 @@ def see_values(values: Any, who: str) -> None:
         raise errors.PluginCodeError(
             f"{who} must return a mapping from parameters to values. Got {abridged(values)}."
         )
-
-
-def _forget(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: bool) -> None:
-    for owner in owners:
-        for name in names:
-            owner.pop(name, None)
-
-
-@dataclass(eq=False)
-class Replaced:
-    """Two functions that a library may replace.
-
-    Attributes:
-        offer: Removes results from dictionaries, by their names; ``is_wanted`` says whether their
-            memory may be reused.
-        drop: Frees the memory that was not reused; called at the end of a pass.
-    """
-
-    offer: Callable[..., None] = _forget
-    drop: Callable[[], None] = lambda: None
-
-
-replaced = Replaced()
 
 
 def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:

@@ -338,13 +338,6 @@ class KeepsState(MSELossRule):
         return super()._hessian_mat_prod(view, mat)
 
 
-class TwiceTheGradient(MSELossRule):
-    module_types = (OwnLoss,)
-
-    def gradient(self, view: View) -> Tensor:
-        return 2 * super().gradient(view)
-
-
 class TwiceTheSamples(MSELossRule):
     module_types = (OwnLoss,)
 
@@ -522,7 +515,6 @@ class SaysSamplesAreSeparate(MSELossRule):
         (UnreducedTwice, "unreduced"),
         (DrawsNumbers, "leaves_arguments_alone"),
         (KeepsState, "leaves_arguments_alone"),
-        (TwiceTheGradient, "gradient_sum"),
         (DetachedCurvature, "started_extensions_sum"),
     ],
 )

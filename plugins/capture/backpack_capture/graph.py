@@ -25,8 +25,8 @@ from backpack_capture.nested import HoldsCode
 from backpack_capture.program import Program
 from backpack_capture.results import Before, Results
 from backpack_capture.watch import Watch
-from backpack_core.engine.sink import stored_by_others
 from backpack_core.record.models import owners_of
+from backpack_operations.sink import stored_by_others
 from backpack_products.recycled import drop
 from backpack_products.values import rounding_unit
 

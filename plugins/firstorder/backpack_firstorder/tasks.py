@@ -22,6 +22,7 @@ from backpack_products.column_propagator import OutputGradient
 from backpack_products.columns import Root
 from backpack_products.contractions import flattened
 from backpack_products.extensions import as_subsampling
+from backpack_products.loss import loss_gradient
 from backpack_products.merging import SUM, Refused
 from backpack_products.operations import batch_sum, gram, weighted_sum
 
@@ -44,7 +45,7 @@ class LossGradients(ColumnPropagator):
         """``∂ℓ_n/∂x``, with the factor in front of the loss. Named in the order of calls."""
         assert view.node is not None
         name = str(view.node._sequence_nr())
-        return Columns.start(name, rule.gradient(view).unsqueeze(0))
+        return Columns.start(name, loss_gradient(view).unsqueeze(0))
 
     def merge(self, first: Columns, second: Columns) -> Columns:
         """Also in the order of calls, so that results need not be copied into it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.arguments import slots, tensor
-from backpack_products.loss import HessianLossRule
+from backpack_products.loss import HessianLossRule, arriving_factor
 from backpack_products.values import any_of, at_least_single
 
 
@@ -175,7 +175,7 @@ class ElementwiseLossRule(HessianLossRule):
 
     def sum_hessian(self, view: View) -> Tensor:
         """Sum the diagonals first, then form the diagonal matrix."""
-        curvature = self._reduced(view) * self._scale(view)
+        curvature = self._reduced(view) * arriving_factor(view)
         return torch.diag(curvature.sum(0).flatten()).to(view.dtype)
 
     def _reduced(self, view: View) -> Tensor:

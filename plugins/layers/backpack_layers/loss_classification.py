@@ -22,7 +22,7 @@ from backpack_layers._loss import (
 from backpack_layers.arguments import tensor
 from backpack_layers.categorical import drawn
 from backpack_layers.softmax_root import softmax_root
-from backpack_products.loss import HessianLossRule
+from backpack_products.loss import HessianLossRule, arriving_factor
 from backpack_products.values import at_least_single, has_double
 
 
@@ -132,7 +132,7 @@ class CrossEntropyLossRule(SoftmaxLossRule):
         """Sum over samples first, then form the blocks of positions."""
         p = _chances(_by_position(view.input))
         _, classes, positions = p.shape
-        scale = self._scale(view)
+        scale = arriving_factor(view)
         weighted = p * _factor(view) * (_by_position(scale) if scale.dim() else scale)
         products = torch.einsum("ncs,nds->cds", weighted, p)
         # p_c - p_c² as a sum over the other classes: nothing cancels.

@@ -42,7 +42,6 @@ class InnerPass(BackwardPass):
         self.is_part = is_part
         self.is_outermost = outer is None
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
-        self.clears = outer is None or (is_part and outer.clears)
         super().__init__(context, arguments or Arguments(), roots)
         self._outer = None  # which is not kept alive
 

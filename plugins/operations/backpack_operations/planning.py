@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.sink import clear
 from backpack_core.errors import InternalError
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
@@ -96,7 +95,7 @@ class Planning:
         if between.driven is None:
             between.attend(run)
         calls = [call for call, _ in structure.sites if not call.rule.is_loss]
-        clear(survey, calls, run.context, run.sink.new, known, structure.parameters)
+        run.sink.clear(calls, run.context, known, structure.parameters)
         return True
 
     def make(self, run: BackwardPass) -> None:

@@ -7,23 +7,41 @@ clipped sums need the sum of the products of all uses.
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Reading
-from backpack_core.engine.active import Group
+from backpack_core.engine.active import Context, Group
 from backpack_core.engine.sink import Sink, Uses
 from backpack_core.errors import InternalError, UnsupportedError
 from backpack_core.graph import Survey, Trained
+from backpack_core.record.call import Call
 from backpack_core.record.guards import visible_memory
+from backpack_core.record.models import owners_of
 from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
+from backpack_products.recycled import drop, offer
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
+
+# The plan of the last pass over each model, and the names of the results that it stored.
+_last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()
+
+
+def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
+    """Note that results were stored without a pass, so that the next pass looks at every parameter.
+
+    Args:
+        models: The models.
+        fields: The names of the results, whose memory the next pass may write again.
+    """
+    _last.update(dict.fromkeys(models, (None, fields)))
 
 
 class SharedSink(Sink):
@@ -100,11 +118,14 @@ class ChunkSink(SharedSink):
 
 
 class GraphSink(SharedSink):
-    """Stores results as attributes of the parameters.
+    """Stores results as attributes of the parameters, in the memory of those that they replace.
 
     Attributes:
+        clears: Whether the pass removes results of earlier passes.
         partial: Values of earlier chunks of columns.
     """
+
+    clears = True
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
@@ -130,6 +151,41 @@ class GraphSink(SharedSink):
             self._outside = outer._outside
         else:
             self._outside = outer.new
+        self.clears = is_part and outer.clears
+
+    def clear(
+        self,
+        calls: Iterable[Call],
+        context: Context,
+        plan: Hashable = None,
+        used: Iterable[Tensor] = (),
+    ) -> None:
+        """Remove the results of earlier passes, and offer their memory to those of this one.
+
+        Args:
+            calls: See the base class.
+            context: See the base class.
+            plan: The plan of the pass, if it has one. If the pass before had the same plan, only
+                the parameters in ``used`` have results.
+            used: The parameters that the pass uses; needed with a plan.
+        """
+        if not self.clears:
+            return
+        fields = [extension.savefield for extension in context.extensions]
+        models = owners_of(call.module for call in calls)
+        before = [_last.get(model, (None, ())) for model in models]
+        _last.update(dict.fromkeys(models, (plan, fields)))
+        # Memory that is offered and not written again would only take space.
+        offers = not context.keeps_results and all(fields == known for _, known in before)
+        is_known = offers and len(models) == 1 and plan is not None and before[0][0] is plan
+        parameters = used if is_known else self.parameters(models)
+        if new := self.new:
+            parameters = [parameter for parameter in parameters if id(parameter) not in new]
+        offer([parameter.__dict__ for parameter in parameters], fields, offers)
+
+    def leave(self) -> None:
+        """Free the memory that was offered and not written again."""
+        drop()
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with the values of earlier chunks of columns combined."""
@@ -205,7 +261,7 @@ class GraphSink(SharedSink):
         return self._missing[1]
 
     @property
-    def new(self) -> Mapping[int, object]:  # type: ignore[override]
+    def new(self) -> Mapping[int, object]:
         """Parameters with results of this pass or of those around it, by ``id``."""
         return ChainMap(self._owners, {**self._outside})
 

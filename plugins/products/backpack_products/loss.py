@@ -1,4 +1,4 @@
-"""The base of loss rules that know their Hessian. Curvature starts there."""
+"""The base of loss rules that know their Hessian, where curvature starts; and losses' gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,54 @@ from torch import Tensor
 
 from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LossRule, expect
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.guards import ask
+from backpack_core.record.nested import map_tensors
+from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_products.derivatives import SecondOrderRule
 from backpack_products.values import any_of
+
+
+def arriving_factor(view: View) -> Tensor:
+    """The gradient that arrives at a loss, in a shape that multiplies ``[V, N, *in]``.
+
+    Raises:
+        ShapeError: There is none, outside of a backward pass.
+    """
+    grad = view.grad_output
+    if grad is None:
+        raise ShapeError(f"{view.path} has no gradient yet: call this during backward.")
+    if not grad.dim() or grad.shape == view.input_shape:
+        return grad
+    if grad.dim() == 1:  # of a loss with one value for each sample
+        return grad.reshape(-1, *[1] * (len(view.input_shape) - 1))
+    return grad.unsqueeze(1)  # other unreduced losses lack the class axis 1
+
+
+def loss_factor(view: View) -> Tensor:
+    """The factor in front of each sample's loss, in a shape that multiplies ``[V, N, *in]``.
+
+    It is the rule's ``normalisation`` times the gradient that arrives at the loss.
+    """
+    factor: Tensor = arriving_factor(view) * view.call.rule.normalisation(view)
+    return factor
+
+
+def loss_gradient(view: View) -> Tensor:
+    """The gradient of each sample's loss, with :func:`loss_factor` in front. Shape ``[N, *in]``."""
+    whole = view.full
+    x = whole.input
+    if not (view.is_differentiable and x.requires_grad):
+        x = x.detach().requires_grad_()  # a leaf: no gradient is needed behind it
+    first = whole.values.inputs[0]
+    args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
+    with disable(), torch.enable_grad():
+        output = whole.module(*args, **kwargs)
+    (gradient,) = torch.autograd.grad(
+        output, x, whole.grad_output, create_graph=view.is_differentiable
+    )
+    return gradient if view.indices is None else gradient[list(view.indices)]
 
 
 @base
@@ -23,7 +66,8 @@ class HessianLossRule(SecondOrderRule, LossRule):
     """The rule of a loss ``ℓ(x, target)``, a sum over samples, with its Hessian in ``x``.
 
     The underscore methods are for the loss *as the module reduces it* (a mean includes its ``1/N``)
-    and an incoming gradient of one. The public methods multiply by the gradient that arrives.
+    and an incoming gradient of one. The public methods multiply by the gradient that arrives. So
+    ``0.5 * loss``, gradient accumulation and ``reduction="none"`` are exact.
 
     Class attributes:
         hessian_is_psd: The Hessian is positive semi-definite, so that a real square root exists.
@@ -109,7 +153,7 @@ class HessianLossRule(SecondOrderRule, LossRule):
         Raises:
             UnsupportedError: The Hessian has no such form.
         """
-        scale = self._scale(view)
+        scale = arriving_factor(view)
         if not scale.dim() and self.is_convex(view):
             return self._asked(view, "_sqrt_hessian") * scale.abs().sqrt(), scale.sign()
         looking = copy(view)  # in every pass: how many columns there are depends on the numbers
@@ -122,7 +166,7 @@ class HessianLossRule(SecondOrderRule, LossRule):
 
     def hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         """The loss Hessian times columns ``[V, N, *in]``, times the arriving gradient."""
-        return self._asked(view, "_hessian_mat_prod", mat) * self._scale(view)
+        return self._asked(view, "_hessian_mat_prod", mat) * arriving_factor(view)
 
     def sum_hessian(self, view: View) -> Tensor:
         """The Hessian summed over samples. Shape ``[D, D]`` with ``D`` the size of one input."""
@@ -140,7 +184,7 @@ class HessianLossRule(SecondOrderRule, LossRule):
         return mat
 
     def _root_scale(self, view: View) -> Tensor:
-        scale = self._scale(view)
+        scale = arriving_factor(view)
         # In passes that are not measured, the root of a negative number is NaN, and so are results.
         if view.is_measured and any_of(scale < 0):
             raise UnsupportedError(

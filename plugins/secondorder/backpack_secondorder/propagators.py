@@ -14,7 +14,7 @@ from torch.nn import Module
 from backpack_core import Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
 from backpack_products import ColumnPropagator, Columns, HessianLossRule
-from backpack_products.loss import with_hessian
+from backpack_products.loss import loss_factor, with_hessian
 from backpack_products.values import at_least_single, is_flag
 from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
@@ -97,7 +97,7 @@ class LossSqrt(ColumnPropagator):
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
         rule = with_hessian(rule, view)
-        factor = at_least_single(rule.factor(view).detach())
+        factor = at_least_single(loss_factor(view).detach())
         scale = factor.sum() / max(1, factor.numel()) if factor.dim() else factor
         if self.samples is None:
             warn_of_zero(rule, view)

@@ -10,6 +10,7 @@ from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UnsupportedError
 from backpack_products import ColumnPropagator, Columns, SampleProduct, SecondOrderExtension
 from backpack_products.extensions import as_subsampling
+from backpack_products.loss import loss_factor, loss_gradient
 from backpack_products.operations import dense, square_sum
 from torch import Tensor
 
@@ -34,13 +35,13 @@ class EmpiricalFisherRoot(ColumnPropagator):
         Raises:
             UnsupportedError: The loss is multiplied by a negative number.
         """
-        factor = rule.factor(view)
+        factor = loss_factor(view)
         if bool((factor < 0).any()):
             raise UnsupportedError(
                 f"{view.path} is multiplied by a negative number, so its empirical Fisher matrix "
                 "has no real root: call backward() on the loss itself."
             )
-        column = rule.gradient(view) / factor.sqrt()
+        column = loss_gradient(view) / factor.sqrt()
         return Columns.start("empirical Fisher", column.where(factor > 0, 0.0).unsqueeze(0))
 
 
