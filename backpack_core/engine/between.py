@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core._torch import Node, has_memory, is_distributed
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.location import nothing_arrived
 from backpack_core.engine.schedule import Schedule
@@ -279,6 +280,8 @@ class Between:
             raise needs_operations("An extension has carriers, which replace layer rules")
         if any(group.propagator.subsampling is not None for group in schedule.groups):
             raise needs_operations("subsampling=... chooses samples")
+        if any(type(g.propagator).residual is not Propagator.residual for g in schedule.groups):
+            raise needs_operations("A propagator sends residuals, which are added to what arrives")
         return Traversal(schedule, sink)
 
     def warn_unmeasured(self) -> None:

@@ -27,7 +27,7 @@ from backpack_core.record.models import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 
-Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
+Uses = Sequence[tuple[Tensor, Any]]  # parameters, each with its reading, as the sink keeps it
 
 
 class Sink:
@@ -93,7 +93,7 @@ class Sink:
             readings: A reading for each of them.
         """
         pairs = zip(trained, readings, strict=True)
-        self.complete(group, view, [(own.parameter, [reading]) for own, reading in pairs])
+        self.complete(group, view, [(own.parameter, reading) for own, reading in pairs])
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Take an extension's value for a parameter; ``None`` if it leaves the parameter out."""
@@ -112,19 +112,13 @@ class Sink:
     def see_end(self) -> None:
         """Raise if something was read and is not stored. Default: this cannot happen."""
 
-    def complete(self, group: Group, view: View, complete: list[Uses]) -> None:
+    def complete(self, group: Group, view: View, complete: Uses) -> None:
         """Have all extensions of a group read parameters, each with all of its uses."""
-        module, known = view.call.module, self.survey.uses
-        way = "autodiff" if any(known[id(p)].unruled for p, _ in complete) else "rule"
         if not view.is_reached:
             self.unreached.update(id(parameter) for parameter, _ in complete)
         try:
             for extension in group.extensions:
-                if (watch := group.watch) is None:
-                    values = self._read(extension, view, complete)
-                else:
-                    kind = type(extension)
-                    values = watch(module, kind, way, self._read, extension, view, complete)
+                values = self.values(group, extension, view, complete)
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
                         value = unshared(extension.as_stored(value, parameter), view, self._memory)
@@ -133,26 +127,18 @@ class Sink:
             place(error, view, extension)
             raise
 
-    def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
+    def values(self, group: Group, extension: Extension, view: View, complete: Uses) -> list[Any]:
         """An extension's value for each parameter; ``None`` where it leaves the parameter out."""
-        values: list[Any] = []
-        for parameter, uses in complete:
-            value = None
-            try:
-                use = self.survey.uses[id(parameter)]
-                is_left_out = use.unruled and extension.fail_mode in ("warning", "silent")
-                if use.is_wanted and not is_left_out:
-                    shown = uses[0] if len(uses) == 1 else joined(uses)
-                    shown = shown.lasting() if extension.is_deferred else shown
-                    shown.parameter = parameter
-                    value = ask(view, extension, "read", shown)
-                    if value is None:
-                        raise errors.ShapeError(f"{type(extension).__name__}.read returned None.")
-            except errors.UnsupportedError as error:
-                if not tolerates(extension, view, uses[-1].name, error):
-                    raise
-            values.append(value)
-        return values
+        return [self.value(extension, view, *pair) for pair in complete]
+
+    def value(self, extension: Extension, view: View, parameter: Tensor, reading: Any) -> Any:
+        """An extension's value for one parameter."""
+        shown = reading.lasting() if extension.is_deferred else reading
+        shown.parameter = parameter
+        value = ask(view, extension, "read", shown)
+        if value is None:
+            raise errors.ShapeError(f"{type(extension).__name__}.read returned None.")
+        return value
 
     def finished(self) -> list[tuple[Extension, Mapping[Tensor, Any]]]:
         """The results of deferred extensions, by parameter."""
@@ -168,15 +154,6 @@ class Sink:
         return found
 
 
-def joined(uses: list[Reading]) -> Any:
-    """One reading for all uses of a parameter; they are joined at the first call."""
-    if len(uses) > 1:
-        whole = uses[0].join(uses[1:])
-        Reading.placed_as(whole, uses[-1])
-        uses[:] = [whole]
-    return uses[0]
-
-
 def see_values(values: Any, who: str) -> None:
     """Raise unless a plugin returned a mapping from parameters to values.
 
@@ -188,18 +165,3 @@ def see_values(values: Any, who: str) -> None:
         raise errors.PluginCodeError(
             f"{who} must return a mapping from parameters to values. Got {abridged(values)}."
         )
-
-
-def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
-    """Whether an extension goes on after an error, as its ``fail_mode`` says."""
-    if extension.needs_every_parameter:
-        return False
-    key = (type(view.call.module), type(extension), name)
-    return leaves_out(extension, key, f"{view.path}: {error}")
-
-
-def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
-    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; warns if asked to."""
-    if extension.fail_mode == "warning":
-        errors.warn_once(key, text, errors.BackpackWarning)
-    return extension.fail_mode in ("warning", "silent")

@@ -68,10 +68,10 @@ class RuleCarrier:
         if rule.is_loss:
             return {0: quantity}
         found = self._propagate(rule, view, quantity)
-        return _by_input(self._propagator, "propagate", found, view)
+        return by_input(self._propagator, "propagate", found, view)
 
 
-def _by_input(propagator: Propagator, method: str, found: Any, view: View) -> dict[int, Any]:
+def by_input(propagator: Propagator, method: str, found: Any, view: View) -> dict[int, Any]:
     """What a propagator returned for the inputs of a call, if that is what it must be."""
     count = len(view.stored.inputs)
     if view.is_checked and not (isinstance(found, dict) and found.keys() <= {*range(count)}):
@@ -136,8 +136,6 @@ class Traversal:
         group = self.groups[lane]
         propagator = group.propagator
         try:
-            if view.positions and propagator.subsampling is not None:
-                view = self.chosen(view, propagator.subsampling)
             carrier = self._carriers.get(lane) or self.carrier(lane, view)
             this = Visit(lane, site, view, carrier, self.schedule.take(lane, site))
             quantity = self.arrive(this)
@@ -153,10 +151,6 @@ class Traversal:
         except Exception as error:
             place(error, view, group.first)
             raise
-
-    def chosen(self, view: View, samples: Sequence[int]) -> View:
-        """The view of the samples that take part. Default: all."""
-        return view
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity at the call's output, from what arrived there."""
@@ -190,25 +184,8 @@ class Traversal:
 
     def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
         """What goes to the inputs of the call, by position."""
-        lane, (call, *_), view, carrier, _ = visit
-        group = self.groups[lane]
-        inputs: dict[int, Any]
-        if group.watch is None:
-            inputs = carrier.send(view, quantity)
-        else:
-            kind = type(carrier.speaker)
-            inputs = group.watch(call.module, kind, "sent", carrier.send, view, quantity)
-        if not carrier.gives_values and not call.rule.is_loss:
-            for position, new in self.residuals(visit).items():
-                old = inputs.get(position)
-                inputs[position] = new if old is None else group.propagator.merge(old, new)
+        inputs: dict[int, Any] = visit.carrier.send(visit.view, quantity)
         return inputs
-
-    def residuals(self, visit: Visit) -> dict[int, Any]:
-        """The residual terms that a call adds, by position of the input."""
-        (call, *_), view, own = visit.site, visit.view, self.groups[visit.lane].propagator
-        found = _by_input(own, "residual", ask(view, own, "residual", call.rule, view), view)
-        return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Any:
         """The object that answers for the module; core's answers for all."""

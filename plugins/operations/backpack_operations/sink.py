@@ -18,8 +18,9 @@ from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Reading
 from backpack_core.engine.active import Context, Group
-from backpack_core.engine.sink import Sink, Uses
-from backpack_core.errors import InternalError, UnsupportedError
+from backpack_core.engine.sink import Sink
+from backpack_core.engine.sink import Uses as AnyUses
+from backpack_core.errors import BackpackWarning, InternalError, UnsupportedError, warn_once
 from backpack_core.graph import Survey, Trained
 from backpack_core.record.call import Call
 from backpack_core.record.guards import visible_memory
@@ -28,6 +29,7 @@ from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
 from backpack_products.recycled import drop, offer
 
+Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
 # The plan of the last pass over each model, and the names of the results that it stored.
@@ -89,6 +91,34 @@ class SharedSink(Sink):
             complete.append((parameter, uses))
         if complete:
             self.complete(group, view, complete)
+
+    def values(
+        self, group: Group, extension: Extension, view: View, complete: AnyUses
+    ) -> list[Any]:
+        """An extension's value for each parameter, for which its time is taken."""
+        if (watch := group.watch) is None:
+            return super().values(group, extension, view, complete)
+        known = self.survey.uses
+        way = "autodiff" if any(known[id(p)].unruled for p, _ in complete) else "rule"
+        module, kind = view.call.module, type(extension)
+        found: list[Any] = watch(
+            module, kind, way, super().values, group, extension, view, complete
+        )
+        return found
+
+    def value(self, extension: Extension, view: View, parameter: Tensor, reading: Any) -> Any:
+        """An extension's value for all uses of a parameter; ``None`` if it leaves them out."""
+        uses: list[Reading] = reading
+        use = self.survey.uses[id(parameter)]
+        is_left_out = use.unruled and extension.fail_mode in ("warning", "silent")
+        if not use.is_wanted or is_left_out:
+            return None
+        try:
+            return super().value(extension, view, parameter, _joined(uses))
+        except UnsupportedError as error:
+            if not _tolerates(extension, view, uses[-1].name, error):
+                raise
+            return None
 
 
 class ChunkSink(SharedSink):
@@ -277,3 +307,27 @@ def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
         return value
     before = partial.pop(key)
     return None if before is None or value is None else key[0].combine(before, value)
+
+
+def _joined(uses: list[Reading]) -> Any:
+    """One reading for all uses of a parameter; they are joined at the first call."""
+    if len(uses) > 1:
+        whole = uses[0].join(uses[1:])
+        Reading.placed_as(whole, uses[-1])
+        uses[:] = [whole]
+    return uses[0]
+
+
+def _tolerates(extension: Extension, view: View, name: str, error: UnsupportedError) -> bool:
+    """Whether an extension goes on after an error, as its ``fail_mode`` says."""
+    if extension.needs_every_parameter:
+        return False
+    key = (type(view.call.module), type(extension), name)
+    return leaves_out(extension, key, f"{view.path}: {error}")
+
+
+def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
+    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; warns if asked to."""
+    if extension.fail_mode == "warning":
+        warn_once(key, text, BackpackWarning)
+    return extension.fail_mode in ("warning", "silent")

@@ -6,15 +6,16 @@ chunks. A plan says that a graph is straight; ``visits.py`` adds what other grap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backpack_core.contract.propagator import Propagator
+from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Waiting
-from backpack_core.engine.traversal import Traversal, Visit
+from backpack_core.engine.traversal import Traversal, Visit, by_input
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Edge, Site
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 from backpack_operations.chosen import of_samples
 from backpack_operations.schedule import NodeSchedule
@@ -31,9 +32,16 @@ class StraightTraversal(Traversal):
     survey: GraphSurvey
     schedule: NodeSchedule
 
-    def chosen(self, view: View, samples: Sequence[int]) -> View:
-        """The view of the samples that take part, each with all of its entries."""
-        return of_samples(view, samples)
+    def visit(self, lane: int, site: Site, view: View) -> None:
+        """Visit the samples that take part, each with all of its entries; see the base class."""
+        group = self.groups[lane]
+        if view.positions and (chosen := group.propagator.subsampling) is not None:
+            try:
+                view = of_samples(view, chosen)
+            except Exception as error:
+                place(error, view, group.first)
+                raise
+        super().visit(lane, site, view)
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity that arrived at a call, also from operations."""
@@ -75,6 +83,21 @@ class StraightTraversal(Traversal):
         else:
             self.schedule.deliver(lane, below(site), *arrived)
 
+    def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
+        """What goes to the inputs of the call, and the residuals that it adds; takes the time."""
+        lane, (call, *_), _, carrier, _ = visit
+        group = self.groups[lane]
+        if group.watch is None:
+            inputs = super().sent(visit, quantity)
+        else:
+            kind = type(carrier.speaker)
+            inputs = group.watch(call.module, kind, "sent", super().sent, visit, quantity)
+        if not carrier.gives_values and not call.rule.is_loss:
+            for position, new in self.residuals(visit).items():
+                old = inputs.get(position)
+                inputs[position] = new if old is None else group.propagator.merge(old, new)
+        return inputs
+
     def residuals(self, visit: Visit) -> dict[int, Any]:
         """The residuals of a call; those that do not fit into memory are sent in chunks.
 
@@ -83,9 +106,11 @@ class StraightTraversal(Traversal):
         chunks: Chunks | None = self.schedule.chunks
         if chunks is None:
             return {}
-        residuals = super().residuals(visit)
         lane, site, view, *_ = visit
         propagator = self.groups[lane].propagator
+        returned = ask(view, propagator, "residual", site.call.rule, view)
+        found = by_input(propagator, "residual", returned, view)
+        residuals = {at: new for at, new in found.items() if site.call.edges[at] is not None}
         size = chunks.size(lane, view.device.type) if residuals else None
         if size is None:
             return residuals

@@ -9,9 +9,9 @@ from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context
 from backpack_core.engine.location import place
-from backpack_core.engine.sink import leaves_out
 from backpack_core.plugins.loading import missing, who_has
 from backpack_core.record.view import View
+from backpack_operations.sink import leaves_out
 from backpack_operations.survey import GraphSurvey
 from backpack_products.overrides import override
 
