@@ -122,11 +122,9 @@ class Survey:
         uses: The parameters that calls use, by ``id``.
         freed: By call, parameters that are read at the operations that use them, because the
             call's rule does not cover them.
-        bare: All parameters that are read at the operations that use them, by ``id``.
-        leaves: Parameters that are visited as if a call had returned them, by node and output.
+        bare: Parameters that are read at operations that use them, by ``id``; a library finds them.
         viewed: By node and output number, for outputs that modules returned views of, if users
-            bypass these views: the edge of the outermost view.
-        opened: Calls that are propagated node by node, because of their rule or in spite of it.
+            bypass these views: the edge of the outermost view; a library finds them.
         shards: The shards that this process holds, by the whole parameters that calls use.
         structure: What distinguishes the graph from others, once somebody has asked.
         is_planned: Whether these facts were taken from the plan of an earlier pass.
@@ -140,9 +138,7 @@ class Survey:
     uses: dict[int, Use] = field(default_factory=dict)
     freed: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     bare: dict[int, Any] = field(default_factory=dict)
-    leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
-    opened: set[Call] = field(default_factory=set)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     structure: tuple[object, ...] | None = None
     is_planned: bool = False
@@ -205,11 +201,11 @@ class Survey:
         return {number: use.parameter for number, use in self.uses.items() if use.count}
 
     def asks_rule(self, call: Call) -> bool:
-        """Whether the rule of a call is asked for anything: for parameters, or for propagation.
+        """Whether the rule of a call is asked for parameters, or for propagation.
 
         False for a loss, which matters only if a quantity starts there, and is checked then.
         """
-        return not call.rule.is_loss and (call not in self.opened or bool(self.trained[call]))
+        return not call.rule.is_loss
 
     @property
     def is_readable(self) -> bool:

@@ -76,23 +76,16 @@ class BackwardPass:
         traversal: Reads and sends; ``None`` if a library visits all calls in its own way.
         sink: Takes results.
         observers: Who attends the pass.
-        visiting: The view of the call that is visited now.
         is_announced: Whether the call of ``backward()`` was seen, so that all roots are known.
         is_outermost: Whether it began outside of any other pass.
-        is_part: Whether it belongs to another pass, as that of a re-entrant checkpoint does.
         is_whole: Whether it is outermost, or a part of a pass without calls of its own.
         is_running: Whether autograd has begun.
         is_alone: Whether calls are visited without autograd, so that there are no gradients.
         may_narrow: Whether autograd may do less: it adds to ``.grad``, and no root is a leaf.
         is_differentiable: Whether gradients get a graph of their own.
-        only_reads: Whether calls without parameters need no visit; see :meth:`passes_by`.
-        is_driven: Whether a library makes the visits, and calls :meth:`precede` and
-            :meth:`conclude` around each; otherwise, :meth:`visit` does the same.
     """
 
-    # A library derives a class for passes inside of others, and for those that were not announced.
-    is_outermost = is_whole = True
-    is_part = is_driven = False
+    is_outermost = is_whole = True  # a library derives a class for passes inside of others
 
     def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
         """Find out about the graph, before autograd goes anywhere.
@@ -112,8 +105,7 @@ class BackwardPass:
         self.gradients = [gradient for _, gradient in entries]
         accumulates = bool(arguments.options.get("accumulate_grad"))
         self.may_narrow = accumulates and len(self.roots) == len(arguments.roots)
-        self.visiting: View | None = None
-        self.is_running = self.is_alone = self.is_differentiable = self.only_reads = False
+        self.is_running = self.is_alone = self.is_differentiable = False
         self.between = between()(context)
         if not accumulates:
             self.between.returned = arguments.returned()
@@ -124,38 +116,33 @@ class BackwardPass:
         self.observers = own_observers(context, self.survey)
         self._kept: CallCaches = {}
         self._release_last: list[Call] = []
-        self._planning: Any = None
         if context.propagators:
             self._begin()
-        self._begin_visits()
+        self.before = overriding(self.observers, "before")
+        self.after = overriding(self.observers, "after")
+        self.traversal: Any = self.between.traversal(self.schedule, self.sink, self._kept)
 
     def _begin(self) -> None:
-        """Plan the pass, or go by the plan of an earlier one."""
-        context, survey = self.context, self.survey
+        """Have observers attend the pass, and find out about the graph."""
+        context = self.context
         if self.is_outermost:  # a part has no share in what is read off the graph as a whole
             self.observers[:0] = [extension.attend(self) for extension in context.whole]
         self.observers += returned_by_libraries(self)
-        is_known = self.is_announced and self.is_outermost
-        self._planning = planning = self.between.planning(self.roots if is_known else ())
-        survey.is_planned = planning is not None and planning.take(self)
-        if survey.is_planned:
-            context.seen.update(["ran", "trained"])
-        else:
-            self._look_around(self.roots)
-            if self.is_announced or context.whole or not self.is_outermost:  # else more may come
-                self.between.refuse_terms(self.roots, not self.is_outermost)
-            if planning is not None:
-                planning.make(self)
-        is_checked, is_due = answers(self.observers, "check"), context.check == "first"
-        if is_due and not is_checked:
-            self.between.warn_unmeasured()
-        survey.is_measured = is_due and not (is_checked or survey.is_planned)
+        self.survey_graph()
         for observer in self.observers:
             observer.begin(self)
 
-    def _look_around(self, edges: list[Edge]) -> None:
+    def survey_graph(self) -> None:
+        """Fill in the survey, and remove the results of earlier passes."""
+        self.look_around(self.roots)
+        self.sink.clear(self.survey.trained, self.context)
+        self.between.refuse_terms(self.roots, not self.is_outermost)
+        is_checked = answers(self.observers, "check")
+        self.survey.is_measured = self.context.check == "first" and not is_checked
+
+    def look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and refuse what cannot be computed exactly there."""
-        survey, is_first = self.survey, not self.survey.sites
+        survey, context = self.survey, self.context
         try:
             self.between.look_behind(edges)
         except Exception as error:
@@ -163,22 +150,15 @@ class BackwardPass:
             raise
         if survey.sites:
             # Extensions that read a loss as a whole may need no other extended module.
-            of_loss = self.context.whole and all(c.rule.is_loss for c, _ in survey.sites)
+            of_loss = context.whole and all(call.rule.is_loss for call, _ in survey.sites)
             is_some = survey.uses or survey.bare or of_loss
-            self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
+            context.seen.update(["ran", "trained"] if is_some else ["ran"])
         self.between.see_through(edges)
-        self.between.attend(self)
-        if is_first:
-            self.sink.clear(survey.trained, self.context)
 
-    def _begin_visits(self) -> None:
-        self._before = overriding(self.observers, "before")
-        self._after = overriding(self.observers, "after")
-        self.traversal: Any = self.between.traversal(self.schedule, self.sink, self._kept)
-        context = self.context
-        asks = self._before, self._after, context.whole, context.with_normalisers
-        travel = any(g.propagator.travels or g.has_overrides for g in self.groups)
-        self.only_reads = self.traversal is None or not (travel or any(asks))
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything happens in the pass: all visits are shown to an observer."""
+        return bool(self.survey.sites) or not self.context.extensions
 
     def is_carried(self) -> bool:
         """Whether an observer has made all visits, without autograd."""
@@ -197,16 +177,8 @@ class BackwardPass:
     # Visits --------------------------------------------------------------------------------------
 
     def passes_by(self, call: Call, index: int) -> bool:
-        """Let go of a call without a visit, if nothing is read there; returns whether it did.
-
-        Called only if :attr:`only_reads`: an activation needs no visit if extensions read
-        autograd's own gradient, and nothing else travels.
-        """
-        site = self.survey.sites.get((call, index))
-        if site is None or self.between.is_visited(site):
-            return False
-        self.let_go(call)
-        return True
+        """Let go of a call if nothing happens at its visit; returns whether it did."""
+        return False
 
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call.
@@ -216,38 +188,24 @@ class BackwardPass:
             grad: The gradient that autograd goes on with there; ``None`` for zero.
             changed_by: The user's hooks on the tensor, if one of them has changed the gradient.
         """
-        call, context = site.call, self.context
-        is_asked = bool(context.propagators)
-        if is_asked and (call, site.index) not in self.survey.sites:
-            self._look_around([site.edge])
         view = self.view(site, grad)
-        self.is_differentiable = view.is_differentiable
-        for look in () if self.is_driven else self._before:
+        for look in self.before:
             look(view)
-        if is_asked:
-            if changed_by is not None and context.is_curvature:
-                raise changed_gradient(view, changed_by)
-            self._check(view)
-            for lane in range(len(self.groups)):
-                self.traversal.visit(lane, site, view)
-        if not self.is_driven:
-            self.conclude(site, grad)
-
-    def precede(self, site: Site, grad: Tensor | None) -> None:
-        """Let observers look at an output before its visit."""
-        if self._before:
-            view = self.view(site, grad, {})  # what they compute is not part of the visit
-            for look in self._before:
-                look(view)
-
-    def conclude(self, site: Site, grad: Tensor | None) -> None:
-        """Let observers look at a visited output, and let go of the call."""
-        if self._after:
-            view = self.visiting or self.view(site, grad)
-            for look in self._after:
-                look(view)
-        self.visiting = None
+        self.visit_groups(site, view, changed_by)
+        for look in self.after:
+            look(view)
         self.let_go(site.call)
+
+    def visit_groups(self, site: Site, view: View, changed_by: Sequence[Any] | None) -> None:
+        """Have all groups read at an output, and send their quantities on; see :meth:`visit`."""
+        self.is_differentiable = view.is_differentiable
+        if not self.context.propagators:
+            return
+        if changed_by is not None and self.context.is_curvature:
+            raise changed_gradient(view, changed_by)
+        self._check(view)
+        for lane in range(len(self.groups)):
+            self.traversal.visit(lane, site, view)
 
     def _check(self, view: View) -> None:
         """Have a rule refuse what it cannot do, and a loss say what it divides by."""
@@ -270,7 +228,6 @@ class BackwardPass:
         if not is_reached:
             grad = torch.zeros_like(site.call.stored.outputs[site.index])
         view = self.survey.view(site, self._kept if kept is None else kept, grad)
-        self.visiting = view
         view.is_reached = is_reached
         return view
 
@@ -305,27 +262,29 @@ class BackwardPass:
         for call in self._release_last:
             call.release()
         with torch.set_grad_enabled(self.is_differentiable), without_autocast():
-            self._end()
-        if self.is_part:
-            return
-        if self.survey.shards:
-            storage().hand_over(self.survey, [e.savefield for e in self.context.extensions])
-        for observer in self.observers:
-            observer.stored(self)
+            self.see_end()
+            self.store()
+        self.hand_over()
 
-    def _end(self) -> None:
-        """Check that nothing was left on the way, keep the plan, and store deferred results."""
+    def see_end(self) -> None:
+        """Check that nothing was left on the way."""
         self.between.end(self)
         if self.traversal is not None:
             self.traversal.see_end()
         self.sink.see_end()
         for observer in self.observers:
             observer.finish(self)
-        if self._planning is not None:
-            self._planning.keep(self)
-        if self.is_part:
-            return
+
+    def store(self) -> None:
+        """Store the results that are known only now."""
         found = [observer.results(self) for observer in self.observers]
         for extension, values in chain(self.sink.finished(), *found):
             for parameter, value in values.items():
                 setattr(parameter, extension.savefield, value)
+
+    def hand_over(self) -> None:
+        """Tell others that all results are stored."""
+        if self.survey.shards:
+            storage().hand_over(self.survey, [e.savefield for e in self.context.extensions])
+        for observer in self.observers:
+            observer.stored(self)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core._torch import Node, has_memory, is_distributed
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.location import nothing_arrived
 from backpack_core.engine.schedule import Schedule
@@ -78,6 +77,7 @@ class Between:
         schedule: Makes the schedule, where quantities wait in autograd's order, from this object
             and the groups.
         sink: Makes the sink, where results go, from a survey.
+        passes: The class of passes; ``None`` for core's.
         returned: The nodes of tensors whose gradients ``torch.autograd.grad`` returns. It gets
             there, but runs only those behind which it needs more.
         said: Checks ``backpack(samples=..., beside=...)``, and returns what the context keeps.
@@ -89,6 +89,7 @@ class Between:
     survey: Any
     schedule: Callable[..., Schedule] = Schedule
     sink: Callable[..., Sink] = Sink
+    passes: type[BackwardPass] | None = None
     returned: Collection[Node] = ()
     said = _refused("backpack(samples=...) and backpack(beside=...) say what rows and terms are")
     axes_of = _refused("extend(batch_axis=...) says that samples are on an axis other than 0")
@@ -243,18 +244,6 @@ class Between:
 
     # What earlier passes found --------------------------------------------------------------------
 
-    def planning(self, roots: Sequence[Edge]) -> Any:
-        """What earlier passes have found out about the graph; ``None`` for nothing, the default.
-
-        ``take(run)`` fills in the survey, and clears the results of earlier passes, before anything
-        is surveyed; it returns whether it did. If not, ``make(run)`` notes what the survey has
-        found, before observers look at the pass, and ``keep(run)`` keeps it if the pass went well.
-
-        Args:
-            roots: What ``backward()`` was called on; empty if that is not known.
-        """
-        return None
-
     @staticmethod
     def latest_plan(model: Module) -> Any:
         """What was found out last about a model, to be shown; ``None`` for nothing."""
@@ -280,30 +269,7 @@ class Between:
             raise needs_operations("An extension has carriers, which replace layer rules")
         if any(group.propagator.subsampling is not None for group in schedule.groups):
             raise needs_operations("subsampling=... chooses samples")
-        if any(type(g.propagator).residual is not Propagator.residual for g in schedule.groups):
-            raise needs_operations("A propagator sends residuals, which are added to what arrives")
         return Traversal(schedule, sink)
-
-    def warn_unmeasured(self) -> None:
-        """Warn if something ought to be measured, and no library does so. Default: nothing."""
-
-    @property
-    def needs_autograd(self) -> bool:
-        """Whether only autograd knows which gradients are undefined. Default: no."""
-        return False
-
-    @property
-    def may_begin_passes(self) -> bool:
-        """Whether a function in the graph may begin a pass of its own. Default: no."""
-        return False
-
-    def attend(self, run: BackwardPass) -> None:
-        """Have autograd call back at nodes without a call. Default: nowhere."""
-        return
-
-    def is_visited(self, site: Site) -> bool:
-        """Whether a call needs a visit if extensions only read. Default: if it is read there."""
-        return bool(self.survey.trained[site.call])
 
     def reach(
         self,

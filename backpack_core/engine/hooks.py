@@ -53,7 +53,7 @@ class OutputHook:
                 self.call.release()
             return
         begun = _known_pass(context)
-        if begun is not None and begun.only_reads and begun.passes_by(self.call, self.index):
+        if begun is not None and begun.passes_by(self.call, self.index):
             return
         # The user's hooks are on the tensor or on its node. A hook that we put on the node here
         # runs after all of them.
@@ -110,14 +110,13 @@ def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     if context.passes:
         found = between().pass_inside(context, None, arguments)
     else:
-        found = BackwardPass(context, arguments)
+        found = (between().passes or BackwardPass)(context, arguments)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not count changes "
             "in place, and quantities rely on these counts. Leave inference_mode() first."
         )
-    is_asked = found.survey.sites or not context.extensions  # all visits are shown to somebody
-    return found if is_asked or found.between.may_begin_passes else None
+    return found if found.is_needed else None
 
 
 def announce(

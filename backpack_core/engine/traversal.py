@@ -68,10 +68,10 @@ class RuleCarrier:
         if rule.is_loss:
             return {0: quantity}
         found = self._propagate(rule, view, quantity)
-        return by_input(self._propagator, "propagate", found, view)
+        return _by_input(self._propagator, "propagate", found, view)
 
 
-def by_input(propagator: Propagator, method: str, found: Any, view: View) -> dict[int, Any]:
+def _by_input(propagator: Propagator, method: str, found: Any, view: View) -> dict[int, Any]:
     """What a propagator returned for the inputs of a call, if that is what it must be."""
     count = len(view.stored.inputs)
     if view.is_checked and not (isinstance(found, dict) and found.keys() <= {*range(count)}):
@@ -184,8 +184,20 @@ class Traversal:
 
     def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
         """What goes to the inputs of the call, by position."""
-        inputs: dict[int, Any] = visit.carrier.send(visit.view, quantity)
+        lane, (call, *_), view, carrier, _ = visit
+        inputs: dict[int, Any] = carrier.send(view, quantity)
+        if not carrier.gives_values and not call.rule.is_loss:
+            for position, new in self.residuals(visit).items():
+                old = inputs.get(position)
+                merge = self.groups[lane].propagator.merge
+                inputs[position] = new if old is None else merge(old, new)
         return inputs
+
+    def residuals(self, visit: Visit) -> dict[int, Any]:
+        """The residual terms that a call adds, by position of the input."""
+        (call, *_), view, own = visit.site, visit.view, self.groups[visit.lane].propagator
+        found = _by_input(own, "residual", ask(view, own, "residual", call.rule, view), view)
+        return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Any:
         """The object that answers for the module; core's answers for all."""

@@ -20,6 +20,7 @@ from backpack_operations.bridge import push_through
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import children_of, consumers_first, ranks
 from backpack_operations.own_order import drive_all, visit_all
+from backpack_operations.passes import GraphPass
 from backpack_operations.plan import Planned
 from backpack_operations.structure import Structure
 
@@ -42,6 +43,8 @@ class Skipped(WithoutGradients):
 
     def instead(self, run: BackwardPass) -> bool:
         """Visit every call without autograd, if that is possible; returns whether it was."""
+        if not isinstance(run, GraphPass):
+            return False  # core alone has no order of its own
         if run.traversal is None:
             if self._at_losses is not None:
                 drive_all(run, self._at_losses)
@@ -64,7 +67,7 @@ def _reads_gradients(run: BackwardPass) -> bool:
     return not is_plain or any(readers) or bool(run.arguments.options.get("create_graph"))
 
 
-def _order(run: BackwardPass) -> dict[Node, int] | None:
+def _order(run: GraphPass) -> dict[Node, int] | None:
     """The number of every node in the order; ``None`` if autograd must run.
 
     It must run if something needs a gradient (a propagator, a parameter without quantities, a hook

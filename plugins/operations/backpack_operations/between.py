@@ -23,15 +23,14 @@ from backpack_operations.aligning import align
 from backpack_operations.arguments import axes_of, said
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
-from backpack_operations.inner_pass import pass_inside
 from backpack_operations.inside import read_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.observer import Driver
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import note_owners
+from backpack_operations.passes import GraphPass, pass_inside
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.plan import plans, tells_samples
-from backpack_operations.planning import Planning
 from backpack_operations.received import run_of
 from backpack_operations.recording import record
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
@@ -80,7 +79,7 @@ class Operations(Between):
     pass_inside = staticmethod(pass_inside)
     read_inside = staticmethod(read_inside)
     record = staticmethod(record)
-    schedule, sink = HookSchedule, GraphSink
+    schedule, sink, passes = HookSchedule, GraphSink, GraphPass
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -118,12 +117,6 @@ class Operations(Between):
     def nonlinear(self) -> list[Node]:
         """The operations that the table does not list as linear."""
         return nonlinear(self.survey)
-
-    # Plans ----------------------------------------------------------------------------------------
-
-    def planning(self, roots: Sequence[Edge]) -> Planning:
-        """Plans of earlier passes over graphs of the same structure."""
-        return Planning(self, roots)
 
     latest_plan, forget = staticmethod(plans.latest), staticmethod(plans.forget)
 
@@ -205,6 +198,7 @@ class Operations(Between):
         if self.driver is None or site[:2] not in self.survey.sites:
             self.visit(run, site, grads, changed_by)
         else:
+            assert isinstance(run, GraphPass)
             grad = grads[site.edge.output_nr]
             if self.context.observer is not None:
                 run.precede(site, grad)
@@ -258,7 +252,6 @@ class Operations(Between):
             for lane in sent:
                 run.traversal.visit(lane, site, view)
             run.sink.end(view, own.parameter)  # nothing else is sent to it
-            run.visiting = None
             self._visited_modules[site.call.module] = None
 
     def end(self, run: BackwardPass) -> None:

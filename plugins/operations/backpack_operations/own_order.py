@@ -21,7 +21,6 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.autocast import without_autocast
 from backpack_core.engine.active import Group
-from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import CallCaches, Site
 from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
@@ -34,13 +33,14 @@ from backpack_products.tuning import column_budget, memory_budget
 
 if TYPE_CHECKING:
     from backpack_operations.between import Operations  # which imports this file
+    from backpack_operations.passes import GraphPass  # which imports this file
 
 
 # Passes without autograd -------------------------------------------------------------------------
 
 
 def visit_all(
-    run: BackwardPass, order: dict[Node, int], gradients: Mapping[NodeOutput, Tensor]
+    run: GraphPass, order: dict[Node, int], gradients: Mapping[NodeOutput, Tensor]
 ) -> None:
     """Visit every call of a pass without running autograd.
 
@@ -49,7 +49,7 @@ def visit_all(
         order: The number of every node in the order.
         gradients: The gradient at each loss.
     """
-    between, hooked = cast("Operations", run.between), cast("NodeSchedule", run.schedule)
+    between, hooked = run.between, cast("NodeSchedule", run.schedule)
     schedule = OwnOrder(between, run.groups, order)
     schedule.chunks, schedule.cross = hooked.chunks, hooked.cross
     run.schedule = run.traversal.schedule = schedule
@@ -60,23 +60,23 @@ def visit_all(
         schedule.run(visit)
 
 
-def drive_all(run: BackwardPass, gradients: Mapping[NodeOutput, Tensor]) -> None:
+def drive_all(run: GraphPass, gradients: Mapping[NodeOutput, Tensor]) -> None:
     """The same as :func:`visit_all`, if the driver of the pass replaces all of its visits."""
     with _alone(run, gradients) as visit:
-        for key in cast("Operations", run.between).driven or ():
+        for key in run.between.driven or ():
             visit(run.survey.sites[key])
 
 
 @contextmanager
 def _alone(
-    run: BackwardPass, gradients: Mapping[NodeOutput, Tensor]
+    run: GraphPass, gradients: Mapping[NodeOutput, Tensor]
 ) -> Iterator[Callable[[Site], None]]:
     """A block in which outputs are visited by a function, as autograd does not run."""
     run.is_running = run.is_alone = True
 
     def visit(site: Site) -> None:
         gradient = gradients.get(site.edge[:2])
-        driver = cast("Operations", run.between).driver
+        driver = run.between.driver
         if driver is None:
             run.visit(site, gradient, None)
         else:

@@ -22,6 +22,7 @@ from backpack_operations.structure import Structure
 
 if TYPE_CHECKING:
     from backpack_operations.between import Operations  # which imports this file
+    from backpack_operations.passes import GraphPass  # which imports this file
 
 
 class Planning:
@@ -65,7 +66,7 @@ class Planning:
         self.structure = None
         return None
 
-    def take(self, run: BackwardPass) -> bool:
+    def take(self, run: GraphPass) -> bool:
         """Go by the plan of earlier passes, if there is one and all observers agree to it.
 
         Args:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Waiting
-from backpack_core.engine.traversal import Traversal, Visit, by_input
+from backpack_core.engine.traversal import Traversal, Visit
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Edge, Site
-from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 from backpack_operations.chosen import of_samples
 from backpack_operations.schedule import NodeSchedule
@@ -84,18 +83,12 @@ class StraightTraversal(Traversal):
             self.schedule.deliver(lane, below(site), *arrived)
 
     def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
-        """What goes to the inputs of the call, and the residuals that it adds; takes the time."""
-        lane, (call, *_), _, carrier, _ = visit
-        group = self.groups[lane]
-        if group.watch is None:
-            inputs = super().sent(visit, quantity)
-        else:
-            kind = type(carrier.speaker)
-            inputs = group.watch(call.module, kind, "sent", super().sent, visit, quantity)
-        if not carrier.gives_values and not call.rule.is_loss:
-            for position, new in self.residuals(visit).items():
-                old = inputs.get(position)
-                inputs[position] = new if old is None else group.propagator.merge(old, new)
+        """What goes to the inputs of the call, for which the time is taken; see the base class."""
+        watch, module = self.groups[visit.lane].watch, visit.site.call.module
+        if watch is None:
+            return super().sent(visit, quantity)
+        kind = type(visit.carrier.speaker)
+        inputs: dict[int, Any] = watch(module, kind, "sent", super().sent, visit, quantity)
         return inputs
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
@@ -106,11 +99,9 @@ class StraightTraversal(Traversal):
         chunks: Chunks | None = self.schedule.chunks
         if chunks is None:
             return {}
+        residuals = super().residuals(visit)
         lane, site, view, *_ = visit
         propagator = self.groups[lane].propagator
-        returned = ask(view, propagator, "residual", site.call.rule, view)
-        found = by_input(propagator, "residual", returned, view)
-        residuals = {at: new for at, new in found.items() if site.call.edges[at] is not None}
         size = chunks.size(lane, view.device.type) if residuals else None
         if size is None:
             return residuals

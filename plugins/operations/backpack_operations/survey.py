@@ -59,6 +59,8 @@ class GraphSurvey(Survey):
         shows_all: Whether only columns of all samples are sent.
         told: The sample of each input row, by ``backpack(samples=...)`` or by sums in the model.
         alignment: Where the samples lie.
+        leaves: Parameters that are visited as if a call had returned them, by node and output.
+        opened: Calls that are propagated node by node, because of their rule or in spite of it.
         tables: Nodes inside of calls that returned one tensor for all samples.
         widest: Bytes that one column takes at the widest call.
         outside: Parameters that are used outside of the calls of their own module, by ``id``.
@@ -106,6 +108,8 @@ class GraphSurvey(Survey):
     told: Told | None = None
     alignment: Alignment = field(default_factory=Alignment)
     bare: dict[int, Bare] = field(default_factory=dict)
+    leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
+    opened: set[Call] = field(default_factory=set)
     tables: set[Node] = field(default_factory=set)
     widest: int = 0
     outside: set[int] = field(default_factory=set)
@@ -190,6 +194,11 @@ class GraphSurvey(Survey):
     def may_read(self, node: Node) -> bool:
         """Whether the tensors that an operation saved may be read."""
         return self.is_readable or is_saved_plainly(node)
+
+    def asks_rule(self, call: Call) -> bool:
+        """Whether the rule of a call is asked for anything; see the base class."""
+        is_asked = call not in self.opened or bool(self.trained[call])
+        return super().asks_rule(call) and is_asked
 
     def site_at(self, edge: Edge) -> Site | None:
         """The output of a call at which a gradient sent along an edge arrives, if there is one."""
