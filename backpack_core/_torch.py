@@ -212,23 +212,9 @@ def class_of(module: Module) -> type[Module]:
     return original
 
 
-def any_hooks(ignore_is_tracing: bool) -> tuple[()] | None:
-    """What torch 2.6 tells: an empty tuple if saved-tensor hooks are active, ``None`` if not."""
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():  # where they are forbidden, there are none
-        return None
-    try:
-        autograd._saved_tensors_hooks_disable("hooks are active")  # raised if they are
-        return None
-    except RuntimeError:
-        return ()
-    finally:
-        autograd._saved_tensors_hooks_enable()
-
-
-# With torch 2.6, a library that notes them puts another function in its place.
+# Torch 2.6 does not tell which are active; a library puts another function in its place.
 _top_hooks: Callable[[bool], tuple[Any, ...] | None] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", any_hooks
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
 
 

@@ -21,7 +21,7 @@ from backpack_core.contract.rules import LayerRule, LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import refuse
 from backpack_core.record.call import path_of
-from backpack_core.record.guards import Versions, ask, versions_in
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 
 # The attributes that the engine sets.
@@ -72,10 +72,6 @@ class Reading:
         for name in _OF_ENGINE.split():
             setattr(self, name, getattr(other, name))
         return self
-
-    def held(self) -> Versions:
-        """The tensors that it consists of, with their version counters."""
-        return versions_in(self)
 
     def lasting(self) -> Any:
         """The reading in a form that is valid after the graph is freed. Default: itself."""

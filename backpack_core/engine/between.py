@@ -25,7 +25,8 @@ from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registration import answer
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
 from backpack_core.record.execution import Execution
-from backpack_core.record.models import NO_RUN, Place, Run
+from backpack_core.record.models import NO_RUN, Run
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.state import Traits
 from backpack_core.record.view import View
 
@@ -107,9 +108,9 @@ class Between:
     # The forward pass -----------------------------------------------------------------------------
 
     @staticmethod
-    def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> Run:
+    def run_of(model: Module | None, received: Sequence[Any], axis: int) -> Run:
         """What is noted about a forward pass of an extended model; see :class:`Run`."""
-        return Run(placed, axis, is_distributed(model))
+        return Run([*iter_tensors(received)], axis, is_distributed(model))
 
     @staticmethod
     def is_parameter(tensor: Tensor) -> bool:

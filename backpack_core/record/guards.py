@@ -7,25 +7,14 @@ none with other results, or with tensors that rules got.
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from backpack_core._torch import memories_of, memory_of
-from backpack_core.record.call import NOTHING
-from backpack_core.record.nested import map_tensors
 from backpack_core.record.view import View
-
-# Types of attributes that hold no tensors, or whose tensors are found elsewhere. A set of exact
-# types is faster than ``isinstance``.
-PLAIN = {int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View}
-
-Versions = list[tuple[Tensor, int]]
-
 
 # A library's guard over a call of a plugin's code. It gets the view, the plugin, the name of its
 # method and the other arguments; and raises ``PluginCodeError`` if one of their tensors was changed
@@ -63,19 +52,6 @@ def ask(view: View, plugin: object, method: str, *arguments: Any) -> Any:
         return getattr(plugin, method)(*arguments)
 
 
-def versions_in(value: object) -> Versions:
-    """The tensors among an object's attributes, and in dicts among these, with their versions."""
-    versions: Versions = []
-    for item in getattr(value, "__dict__", NOTHING).values():
-        kind = type(item)
-        if kind in PLAIN or (kind is dict and not item):
-            continue
-        for part in item.values() if kind is dict else (item,):  # dicts are results and caches
-            if Tensor in type(part).__mro__:
-                versions += ((part, part._version),)
-    return versions
-
-
 def visible_tensors(view: View) -> list[Tensor]:
     """Every tensor that a rule can get from a view, with all samples."""
     stored, gradient = view.stored, (view._whole or view).grad_output
@@ -95,10 +71,13 @@ def unshared(value: Any, view: View, results: set[int]) -> Any:
             memory of this value is added.
     """
     if not isinstance(value, Tensor):
-        if isinstance(value, list):
-            value[:] = [unshared(item, view, results) for item in value]
-        is_plain = isinstance(value, (tuple, dict))
-        return map_tensors(value, lambda t: unshared(t, view, results)) if is_plain else value
+        if isinstance(value, (list, dict)):
+            for key, item in enumerate(value) if isinstance(value, list) else value.items():
+                value[key] = unshared(item, view, results)
+        elif isinstance(value, tuple):
+            items = [unshared(item, view, results) for item in value]
+            value = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
     memory = memory_of(value)
     if memory in results or memory in visible_memory(view):
         value = value.clone()

@@ -12,15 +12,11 @@ from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core._torch import running_calls
-from backpack_core.record.nested import placed_tensors
-
-Place = tuple[int, ...]  # the index of an argument, and of the item at each level of containers
 
 
 class Run:
@@ -46,28 +42,22 @@ class Run:
 
     def __init__(
         self,
-        placed: Sequence[tuple[Place, Tensor]] = (),
+        tensors: Sequence[Tensor] = (),
         axis: int = 0,
         is_distributed: bool = False,
     ) -> None:
         """Note what the model received.
 
         Args:
-            placed: The tensors, each with its path.
+            tensors: The tensors.
             axis: Their declared batch axis.
             is_distributed: Whether the model runs inside of DistributedDataParallel.
         """
-        tensors = [tensor for _, tensor in placed]
         self.axis, self.is_distributed = axis, is_distributed
         with_axis = [t for t in tensors if t.dim() > axis and not t.is_nested]
         self.sizes = tuple([tensor.shape[axis] for tensor in with_axis])
         self.has_computed_input = any(tensor.grad_fn is not None for tensor in tensors)
         self._given = [*map(weakref.ref, tensors)]
-
-    @property
-    def facts(self) -> Iterable[Any]:
-        """What decisions about the whole pass may depend on."""
-        return self.axis, self.is_distributed, self.has_computed_input, torch.Size(self.sizes)
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor has the samples of an input: 1, or 2 if they are on axis 0."""
@@ -87,7 +77,7 @@ class Run:
 
 
 # Makes the run of a model, from the model, what it received, and the declared batch axis.
-RunOf = Callable[[Module | None, Sequence[tuple[Place, Tensor]], int], Run]
+RunOf = Callable[[Module | None, Sequence[Any], int], Run]
 # For calls outside of an extended model; the second, inside of DistributedDataParallel.
 NO_RUN: Final = Run()
 NO_RUN_OF_RANKS: Final = Run(is_distributed=True)
@@ -145,8 +135,7 @@ class Owner:
         """
         run = NO_RUN
         if received is not None:
-            placed, axis = [*placed_tensors(received)], self.axes.get("", 0)
-            run = run_of(self.module, placed, axis)
+            run = run_of(self.module, received, self.axes.get("", 0))
         _running.setdefault(get_ident(), still_running()).append((self, run))
 
     def end(self, results: Iterable[Tensor] = ()) -> None:

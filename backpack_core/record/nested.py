@@ -1,4 +1,4 @@
-"""Finds and maps tensors inside the arguments and return values of modules.
+"""Finds tensors inside the arguments and return values of modules.
 
 They may be nested in tuples, lists, dicts, dataclasses, and distributions of torch.
 """
@@ -6,8 +6,7 @@ They may be nested in tuples, lists, dicts, dataclasses, and distributions of to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,54 +17,24 @@ from torch.nn import Module
 from backpack_core.remember import remembered
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A copy of a structure with ``function`` applied to every tensor in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(v, function) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [map_tensors(v, function) for v in value]
-    if isinstance(value, dict):
-        mapped = copy(value)  # a subclass may have attributes besides its items
-        for key, item in value.items():
-            mapped[key] = map_tensors(item, function)
-        return mapped
-    attributes = _attributes(value)
-    if not attributes:
-        return value
-    mapped = copy(value)
-    for name, item in attributes.items():
-        object.__setattr__(mapped, name, map_tensors(item, function))  # a dataclass may be frozen
-    return mapped
-
-
 def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in a nested structure, in order."""
     if isinstance(value, Tensor):
         yield value
     else:
-        for item in _items(value):
+        for item in items_of(value):
             yield from iter_tensors(item)
 
 
-def placed_tensors(value: Any, *path: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Every tensor, with its path: the index of the item that it lies in, at each level."""
-    if isinstance(value, Tensor):
-        yield path, value
-    else:
-        for number, item in enumerate(_items(value)):
-            yield from placed_tensors(item, *path, number)
-
-
-def _items(value: Any) -> Iterable[Any]:
+def items_of(value: Any) -> Iterable[Any]:
+    """The items of a container, or the attributes of an object that may hold tensors."""
     if isinstance(value, (tuple, list)):
         return value
-    return value.values() if isinstance(value, dict) else _attributes(value).values()
+    return value.values() if isinstance(value, dict) else attributes_of(value).values()
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of a dataclass or a distribution; none of other objects."""
     """The attributes of a dataclass or distribution; nothing for other objects."""
     if isinstance(value, Distribution):
         return dict(vars(value))

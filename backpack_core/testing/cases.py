@@ -23,9 +23,10 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registry import registry
-from backpack_core.record.nested import iter_tensors, map_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.testing.isolation import temporary_plugin
 from backpack_core.testing.quantities import Quantity
+from backpack_products.nested import map_tensors
 
 T = TypeVar("T")
 

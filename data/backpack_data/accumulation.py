@@ -16,7 +16,6 @@ from tqdm import tqdm
 from backpack_core import Extension, backpack
 from backpack_core.engine.active import Check
 from backpack_core.errors import UsageError
-from backpack_core.record.nested import map_tensors
 from backpack_data.arguments import (
     require_kinds,
     require_model,
@@ -37,6 +36,7 @@ from backpack_data.weights import Weights, joint
 from backpack_interplay.compiled import uncompiled
 from backpack_products.fingerprint import Fingerprint, fingerprint
 from backpack_products.merging import OverBatches, declaration
+from backpack_products.nested import map_tensors
 from backpack_products.ranks import about, digest, require_member
 
 Loss = Callable[[Any, Any], Tensor]

@@ -11,7 +11,8 @@ from torch.nn import Module
 from torch.utils.data import DistributedSampler
 
 from backpack_core.errors import UsageError
-from backpack_core.record.nested import iter_tensors, map_tensors
+from backpack_core.record.nested import iter_tensors
+from backpack_products.nested import map_tensors
 
 Batch = tuple[Any, Any]
 

@@ -20,6 +20,7 @@ from backpack_core import _torch, backpack, extend
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_products.tuning import memory_budget, set_memory_budget
+from backpack_products.values import any_hooks
 from tests.capture.twins import same
 
 FACTOR, OTHER = 1.0, 1.0
@@ -483,7 +484,7 @@ def test_changed(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_are_seen_where_torch_does_not_tell_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch 2.6."""
-    monkeypatch.setattr(_torch, "_top_hooks", _torch.any_hooks)
+    monkeypatch.setattr(_torch, "_top_hooks", any_hooks)
     test_changed("saved_tensor_hooks")
 
 

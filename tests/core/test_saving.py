@@ -20,6 +20,7 @@ from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_interplay import checkpoints
 from backpack_products.tuning import memory_budget, set_memory_budget
+from backpack_products.values import any_hooks
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.leftovers import settle
@@ -336,19 +337,19 @@ def test_a_node_saves_where_torch_has_no_function(
 
 def test_torch_tells_whether_there_are_hooks() -> None:
     """All that torch 2.6 tells by itself; asking changes nothing."""
-    assert _torch.any_hooks(False) is None
+    assert any_hooks(False) is None
     with save_on_cpu():
         for _ in range(2):
-            assert _torch.any_hooks(False) == ()
+            assert any_hooks(False) == ()
         with saved_tensors_hooks(lambda t: t, lambda t: t):
-            assert _torch.any_hooks(False) == ()
-    assert _torch.any_hooks(False) is None
+            assert any_hooks(False) == ()
+    assert any_hooks(False) is None
     with disable_saved_tensors_hooks("not here"):
-        assert _torch.any_hooks(False) is None
+        assert any_hooks(False) is None
         with pytest.raises(RuntimeError, match="not here"), save_on_cpu():
             pass
     with ThreadPoolExecutor(1) as pool, save_on_cpu():
-        assert pool.submit(_torch.any_hooks, False).result() is None
+        assert pool.submit(any_hooks, False).result() is None
 
 
 def test_hooks_are_known_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

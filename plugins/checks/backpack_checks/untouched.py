@@ -14,8 +14,9 @@ from torch import Tensor
 
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import PluginCodeError
-from backpack_core.record.guards import PLAIN, Versions, versions_in, visible_tensors
+from backpack_core.record.guards import visible_tensors
 from backpack_core.record.view import View
+from backpack_products.held import PLAIN, Versions, held_by
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def by_versions(view: View, plugin: object, method: str, *arguments: Any) -> Ite
         if Tensor in kind.__mro__:
             versions += ((value, value._version),)
         elif kind not in PLAIN:
-            versions += value.held() if isinstance(value, Reading) else versions_in(value)
+            versions += held_by(value)
     yield
     versions += [entry for reading in readings for entry in reading.made]  # now, or for others
     for tensor, version in versions:

@@ -27,6 +27,7 @@ from backpack_core import _torch
 from backpack_core._torch import Node, has_memory, peek_transform, saving_hooks
 from backpack_core.errors import BackpackError
 from backpack_core.record.models import NO_RUN, still_running
+from backpack_products.values import any_hooks
 
 _unpacking = threading.local()
 
@@ -74,7 +75,7 @@ def watched_hooks() -> Callable[[bool], tuple[Any, ...] | None]:
 
     autograd._push_saved_tensors_default_hooks = pushed
     autograd._pop_saved_tensors_default_hooks = popped
-    return lambda _: (here.__dict__.get("stack") or (_torch.any_hooks(True),))[-1]
+    return lambda _: (here.__dict__.get("stack") or (any_hooks(True),))[-1]
 
 
 def let_checkpoints_give_again() -> None:

@@ -16,10 +16,10 @@ from torch.nn import Parameter
 from backpack_core._torch import has_memory, memory_of, version_of
 from backpack_core.record.call import Stored
 from backpack_core.record.models import Run
-from backpack_core.record.nested import map_tensors
 from backpack_core.record.storage import UnpackedTensors
 from backpack_interplay.checkpoints import SavedTensor, save, unpack
 from backpack_operations.received import ModelRun, layout_of
+from backpack_products.nested import map_tensors
 
 
 def through_hooks(stored: Stored) -> Stored:

@@ -12,13 +12,13 @@ from torch.nn import Module
 from torch.random import fork_rng
 
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
-from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_layers._loss import check_arguments, finite_sqrt
 from backpack_operations.nodes import is_function
 from backpack_operations.order import behind
 from backpack_products.loss import HessianLossRule
+from backpack_products.nested import map_tensors
 from backpack_products.values import any_of, at_least_single
 
 Reduction = Literal["mean", "sum", "none"]

@@ -18,9 +18,10 @@ from backpack_core import extend
 from backpack_core.errors import UnsupportedError, UsageError, nearest
 from backpack_core.extending import is_extended
 from backpack_core.record.models import PATH_ATTRIBUTE
-from backpack_core.record.nested import iter_tensors, map_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.view import View
 from backpack_products.columns import ApartColumns
+from backpack_products.nested import map_tensors
 from backpack_products.parametric import ProductRule
 from backpack_products.product import DenseProduct, SampleProduct
 

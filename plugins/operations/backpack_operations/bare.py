@@ -23,6 +23,7 @@ from backpack_operations.operands import FactoredColumns
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import ApartColumns
+from backpack_products.held import held_by
 from backpack_products.parametric import ParametricRule
 from backpack_products.product import DenseProduct, SampleProduct
 
@@ -43,7 +44,7 @@ class BareRule(ParametricRule):
             return [DenseProduct(columns.mat)]
         product = columns.product()
         # Factors may be views of gradients, which others may change later: their memory is noted.
-        visible_memory(view).update(memories_of(tensor for tensor, _ in product.held()))
+        visible_memory(view).update(memories_of(tensor for tensor, _ in held_by(product)))
         return [product]
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:

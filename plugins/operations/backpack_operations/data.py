@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import has_memory, memory_of
-from backpack_core.record.models import Place, Run
+from backpack_core.record.models import Run
 from backpack_operations.codes import codes, mixed
-from backpack_operations.received import ModelInput, SampleLayout, layout_of, span_of
+from backpack_operations.received import ModelInput, Place, SampleLayout, layout_of, span_of
 from backpack_operations.row_sums import Sums, can_add, has_rows, sums_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds

@@ -16,7 +16,8 @@ from torch.nn import Module
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.errors import UsageError
 from backpack_core.record.call import Call
-from backpack_core.record.models import Place, Run, owner_of
+from backpack_core.record.models import Run, owner_of
+from backpack_core.record.nested import items_of
 from backpack_operations._torch import modes
 from backpack_operations.row_sums import Made, Sums, has_rows, sums_of, sums_of_pixels
 from backpack_products.substitutes import note_substitutes
@@ -24,6 +25,7 @@ from backpack_products.substitutes import note_substitutes
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
 RETURNED: Final = "backpack_returned"
 SUMS_IN_ROW: Final = 32  # that have a memory together
+Place = tuple[int, ...]  # the index of an argument, and of the item at each level of containers
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -166,7 +168,8 @@ class ModelRun(Run):
     @property
     def facts(self) -> Iterable[Any]:
         """What decisions about the whole pass may depend on."""
-        facts = [*super().facts, self.modes, len(self.inputs), self.rows is None]
+        facts = [self.axis, self.is_distributed, self.has_computed_input, torch.Size(self.sizes)]
+        facts += self.modes, len(self.inputs), self.rows is None
         for path, layout, _, _, dtype in self.inputs:
             facts += path, dtype, torch.Size(layout.shape)
         return facts
@@ -249,13 +252,23 @@ class ModelRun(Run):
         return run
 
 
-def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> ModelRun:
+def placed_tensors(value: Any, *path: int) -> Iterator[tuple[Place, Tensor]]:
+    """Every tensor, with its path: the index of the item that it lies in, at each level."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for number, item in enumerate(items_of(value)):
+            yield from placed_tensors(item, *path, number)
+
+
+def run_of(model: Module | None, received: Sequence[Any], axis: int) -> ModelRun:
     """What is noted of a forward pass of an extended model.
 
     Raises:
         UsageError: No argument has the declared batch axis.
     """
     note_substitutes(model)
+    placed = [*placed_tensors(received)]
     run = ModelRun(placed, axis, is_distributed(model))
     if axis and placed and not run.sizes:
         raise UsageError(

@@ -18,9 +18,10 @@ from backpack_core._torch import base_of, version_of
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, edge_of, site_at
 from backpack_core.record.execution import Execution, new_base
-from backpack_core.record.nested import in_order, iter_tensors, map_tensors, tensors_in
+from backpack_core.record.nested import in_order, iter_tensors, tensors_in
 from backpack_core.record.state import Traits
 from backpack_core.recording import attach, make_call, pass_on
+from backpack_products.nested import map_tensors
 
 
 def record(module: Module, traits: Traits, args: Any, result: Any, execution: Execution) -> Any:

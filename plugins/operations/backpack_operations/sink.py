@@ -27,6 +27,7 @@ from backpack_core.record.guards import visible_memory
 from backpack_core.record.models import owners_of
 from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
+from backpack_products.held import held_by
 from backpack_products.recycled import drop, offer
 
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
@@ -262,7 +263,7 @@ class GraphSink(SharedSink):
         """
         for lane in self.waits_for(parameter):
             group, _, uses = self._pending.pop((lane, id(parameter)))
-            held = (tensor for use in uses[1] for tensor, _ in use.held())
+            held = (tensor for use in uses[1] for tensor, _ in held_by(use))
             visible_memory(view).update(_torch.memories_of(held))
             self.complete(group, view, [uses])
 

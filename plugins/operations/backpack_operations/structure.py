@@ -223,6 +223,8 @@ class Structure:
         """A number for a run of a model that the walk meets; 0 or 1 for none."""
         if run is NO_RUN or run is NO_RUN_OF_RANKS:
             return int(run.is_distributed)
+        if not isinstance(run, ModelRun):
+            raise Unplanned("the forward pass was recorded by core alone")
         number = self._runs[run] = 2 + len(self._runs)
         self._facts += run.facts
         return number

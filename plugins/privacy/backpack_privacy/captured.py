@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
-from backpack_core.record.nested import map_tensors
 from backpack_privacy.divisors import Noted, divisors_of, noted
 from backpack_privacy.shards import is_shard
 from backpack_privacy.sums import FIELD, Pass, Told
+from backpack_products.nested import map_tensors
 
 if TYPE_CHECKING:
     from backpack_privacy.private import Private

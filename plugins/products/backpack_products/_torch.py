@@ -14,8 +14,27 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from backpack_core import _torch
 from backpack_core._torch import peek_transform
 from backpack_core._torch import saving_hooks as saving_hooks
+
+
+def any_hooks(ignore_is_tracing: bool) -> tuple[()] | None:
+    """What torch 2.6 tells: an empty tuple if saved-tensor hooks are active, ``None`` if not."""
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():  # where they are forbidden, there are none
+        return None
+    try:
+        autograd._saved_tensors_hooks_disable("hooks are active")  # raised if they are
+        return None
+    except RuntimeError:
+        return ()
+    finally:
+        autograd._saved_tensors_hooks_enable()
+
+
+if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+    _torch._top_hooks = any_hooks
 
 
 def kernels_of(tensor: Tensor) -> int:

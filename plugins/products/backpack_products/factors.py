@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import base_of, version_of
-from backpack_core.record.guards import Versions
 from backpack_products.columns import Root
+from backpack_products.held import Versions
 from backpack_products.product import SampleProduct
 from backpack_products.rows import CastRows, tensors_behind
 from backpack_products.substitutes import is_parameter

@@ -13,10 +13,10 @@ from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LossRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.guards import ask
-from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_products.derivatives import SecondOrderRule
+from backpack_products.nested import map_tensors
 from backpack_products.values import any_of
 
 

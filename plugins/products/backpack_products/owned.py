@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.record.guards import Versions
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
 from backpack_products.factors import FactorProduct
+from backpack_products.held import Versions, held_by
 from backpack_products.operations import batch_sum, formed, weighted_sum
 from backpack_products.product import SampleProduct
 from backpack_products.rows import Rows
@@ -110,7 +110,7 @@ class OwnedAffine(AffineProduct):
 
     def held(self) -> Versions:
         """The factors of the product of rows."""
-        return self.of_rows.held()
+        return held_by(self.of_rows)
 
     def lasting(self) -> SampleProduct:
         """The product with lasting factors of rows."""

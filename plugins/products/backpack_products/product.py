@@ -35,9 +35,9 @@ from torch import Tensor
 
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import ShapeError
-from backpack_core.record.guards import Versions
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
+from backpack_products.held import Versions, held_by
 from backpack_products.open_functions import OpenFunction
 from backpack_products.tuning import CACHE, memory_budget
 
@@ -214,7 +214,7 @@ class SumProduct(SampleProduct):
 
     def held(self) -> Versions:
         """The tensors of all parts."""
-        return [entry for part in self.parts for entry in part.held()]
+        return [entry for part in self.parts for entry in held_by(part)]
 
     def lasting(self) -> SampleProduct:
         """The sum of the lasting parts."""
@@ -238,7 +238,7 @@ class CastProduct(SampleProduct):
 
     def held(self) -> Versions:
         """The tensors of the product."""
-        return self._product.held()
+        return held_by(self._product)
 
     def lasting(self) -> SampleProduct:
         """The lasting product, in the same dtype."""
@@ -273,7 +273,7 @@ class PlacedProduct(SampleProduct):
 
     def held(self) -> Versions:
         """The tensors of the product."""
-        return self._product.held()
+        return held_by(self._product)
 
 
 def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import UsageError
-from backpack_core.record.guards import PLAIN
-from backpack_core.record.nested import map_tensors
 from backpack_core.record.view import View
+from backpack_products.held import PLAIN
+from backpack_products.nested import map_tensors
 
 
 def subsample(view: View, indices: Sequence[int] | None) -> View:

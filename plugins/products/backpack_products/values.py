@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backpack_core._torch import has_memory
 from backpack_core._torch import memory_of as memory_of
+from backpack_products._torch import any_hooks as any_hooks
 from backpack_products._torch import is_onednn_on as is_onednn_on
 from backpack_products._torch import is_symbolic as is_symbolic
 from backpack_products._torch import kernels_of as kernels_of

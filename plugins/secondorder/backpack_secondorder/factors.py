@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.guards import versions_in
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
+from backpack_products.held import held_by
 from backpack_products.multiply import multiply
 from backpack_products.open_functions import OpenFunction, Operation
 from backpack_products.product import SampleProduct, SumProduct
@@ -273,7 +273,7 @@ def _tensors(inp: Rows) -> list[Tensor]:
     """The tensors that inputs are made of."""
     if isinstance(inp, JoinedRows):
         return [tensor for part in inp.parts for tensor in _tensors(part)]
-    return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in versions_in(inp)]
+    return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in held_by(inp)]
 
 
 def input_covariance(

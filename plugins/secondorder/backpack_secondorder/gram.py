@@ -17,6 +17,7 @@ from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.columns import Root
 from backpack_products.extensions import as_subsampling
+from backpack_products.held import held_by
 from backpack_products.merging import Refused
 from backpack_products.operations import gram, weighted_sum
 from backpack_secondorder.linalg import eigh
@@ -80,7 +81,7 @@ class GramBlock:
     def __post_init__(self) -> None:
         """Note the versions of the factors: some are what a layer received."""
         product = self._product
-        self._held = [entry for entry in product.held() if entry[0] is not product.parameter]
+        self._held = [entry for entry in held_by(product) if entry[0] is not product.parameter]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has tensors of its own, with versions of their own."""
