@@ -27,9 +27,9 @@ from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.record.call import NOTHING, SITES, Call, Stored
 from backpack_core.record.execution import Execution, simple_node
-from backpack_core.record.models import OWNER_ATTRIBUTE, Owner, run_of_model, runs_on
+from backpack_core.record.models import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.nested import in_order, iter_tensors, tensors_in
-from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits, tensors_of, versions_and_frozen
+from backpack_core.record.state import Traits, tensors_of, versions_and_frozen
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_recording
 
@@ -120,7 +120,7 @@ def _owner_of_model(module: Module) -> Owner | None:
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns the result of the module if it must be replaced, else ``None``."""
-    traits = _traits(module)
+    traits = between().traits_of(module)
     simple = simple_node(args, result, execution)
     if simple is not None:
         tensors: Any = (args, {}, args, (result,))
@@ -135,23 +135,9 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
 def pass_on(module: Module, args: tuple[Any, ...], result: Any) -> None:
     """Note what a module with a rule made without a graph, from samples of a model."""
     run = run_of_model(module, get_ident())
-    if run.sizes and not _traits(module).resolved.is_fallback:
+    if run.sizes and not between().traits_of(module).resolved.is_fallback:
         # Only the first output: states of a recurrent layer have samples on another axis.
         run.pass_on(tensors_in(args, {}), [*iter_tensors(result)][:1])
-
-
-def _traits(module: Module) -> Traits:
-    """The cached rule and settings of a module; computed anew if the module has changed."""
-    if not runs_on(get_ident()):
-        registry.look(module)  # else the model looked at all classes when it began
-    attributes = module.__dict__
-    traits: Traits | None = attributes.get(TRAITS_ATTRIBUTE)
-    if traits is None or traits.generation != registry.generation or not traits.hold(module):
-        attributes[TRAITS_ATTRIBUTE] = None  # set first, since Traits count the attributes
-        generation = registry.generation  # read first, since another thread may change the registry
-        traits = Traits(module, registry.resolve(module), generation)
-        attributes[TRAITS_ATTRIBUTE] = traits
-    return traits
 
 
 def make_call(

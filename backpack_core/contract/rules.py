@@ -141,8 +141,7 @@ class LayerRule(ABC):
             product = products[slot]
             if product is None and (isinstance(result, tuple) or not tensor.is_floating_point()):
                 continue
-            if view.indices is not None and not view.has_batch(view.full.inputs[slot]):
-                _refuse_uncut(view, tensor)
+            if not view.takes_product(slot):
                 products[slot] = None
                 continue
             expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, mat.shape[0])
@@ -168,16 +167,6 @@ def _cannot_speak(candidate: Candidate) -> Iterator[str]:
     """The judge of a rule that names no module types."""
     if issubclass(candidate.cls, LayerRule) and not candidate.cls.module_types:
         yield f"module_types must name {MODULE_TYPES}. Got ()"
-
-
-def _refuse_uncut(view: View, tensor: Tensor) -> None:
-    """Raise if columns of some samples go to an input that the view does not restrict to these."""
-    if tensor.requires_grad:
-        raise UnsupportedError(
-            f"{view.path} received an input of shape {list(tensor.shape)} that requires a gradient "
-            "and does not hold the samples on axis 0 (an initial state, say). This cannot be "
-            "combined with subsampling: detach it, or leave subsampling out."
-        )
 
 
 def is_module_type(item: Any) -> bool:
@@ -224,24 +213,12 @@ class LossRule(LayerRule):
     is_loss = True
 
     def check(self, view: View) -> None:
-        """Refuse a call whose curvature is not determined by the Hessian in the first argument.
+        """Refuse a call in which a term of the loss depends on several samples.
 
         Raises:
-            UnsupportedError: Another argument requires a gradient, or :meth:`check_terms` refuses.
+            UnsupportedError: :meth:`check_terms` refuses.
         """
         self.check_terms(view)
-        first, *others = view.full.inputs
-        if not any(other.requires_grad for other in others):
-            return
-        if first.requires_grad:
-            raise UnsupportedError(
-                f"Curvature of {view.path} is known only for its first argument, but another one "
-                "(target or variance) requires a gradient, too: detach it."
-            )
-        raise UnsupportedError(
-            f"{view.path} was called with the target first: its first argument requires no "
-            "gradient, and another one does. Swap the arguments, lossfunc(output, target)."
-        )
 
     def check_terms(self, view: View) -> None:
         """Refuse a call in which a term of the loss depends on several samples.

@@ -23,6 +23,7 @@ from backpack_core.errors import BackpackError, MissingPluginError, SampleMixing
 from backpack_core.graph import Survey, described, is_leaf
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registration import answer
+from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
 from backpack_core.record.execution import Execution
 from backpack_core.record.models import NO_RUN, Run
@@ -111,6 +112,11 @@ class Between:
     def run_of(model: Module | None, received: Sequence[Any], axis: int) -> Run:
         """What is noted about a forward pass of an extended model; see :class:`Run`."""
         return Run([*iter_tensors(received)], axis, is_distributed(model))
+
+    @staticmethod
+    def traits_of(module: Module) -> Traits:
+        """The rule and the settings of a module. A library may remember them until it changes."""
+        return Traits(module, registry.resolve(module))
 
     @staticmethod
     def is_parameter(tensor: Tensor) -> bool:

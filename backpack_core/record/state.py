@@ -1,16 +1,15 @@
 """The state of a module in a forward pass: its tensors, and its plain attributes (settings).
 
 Both may change before the backward pass, and rules must compute with the values of the forward
-pass. What is the same in all calls of a module is cached in ``Traits``.
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ Owned = dict[str, tuple[Tensor, int]]  # tensors by name, each with its version 
 
 
 class Settings:
-    """Names and values of a module's plain attributes; equal settings are one object.
+    """Names and values of a module's plain attributes.
 
     Attributes:
         names: The names.
@@ -41,7 +40,6 @@ class Settings:
 
 
 NO_SETTINGS: Final = Settings()
-_settings: WeakValueDictionary[Any, Settings] = WeakValueDictionary()
 
 
 def tensors_of(
@@ -117,11 +115,12 @@ OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, SHOWN_ATTRI
 def _is_plain(value: Any) -> bool:
     """Whether a value holds no tensor, whose graph could lead back to the call."""
     if isinstance(value, (tuple, list, slice)):
-        return all(map(_is_plain, _parts(value)))
+        return all(map(_is_plain, parts_of(value)))
     return isinstance(value, _PLAIN)
 
 
-def _parts(value: Any) -> Any:
+def parts_of(value: Any) -> Any:
+    """The items of a list or tuple, or the ends of a slice."""
     return _ENDS(value) if isinstance(value, slice) else value
 
 
@@ -138,70 +137,22 @@ def settings_of(module: Module) -> Settings:
         and name not in OUR_ATTRIBUTES
         and not (isinstance(value, list) and name[0] == "_")
     }
-    key = tuple(settings), _as_key([*settings.values()])
-    return _settings.setdefault(key, Settings(tuple(settings), tuple(settings.values())))
-
-
-def _as_key(value: Any) -> Any:
-    """A hashable form of a value, which includes its type: ``1`` and ``True`` differ."""
-    has_parts = isinstance(value, (tuple, list, slice))
-    return type(value), tuple(map(_as_key, _parts(value))) if has_parts else value
+    return Settings(tuple(settings), tuple(settings.values()))
 
 
 class Traits:
-    """What all calls of a module have in common until one of its attributes changes.
-
-    It is computed once and checked at each call by :meth:`hold`, since recording must be fast.
+    """What a call notes about its module, besides tensors.
 
     Attributes:
-        settings: Names and values of its plain attributes.
         resolved: The layer rule of the module, with its provenance.
-        generation: The generation of the registry that resolved the rule.
+        settings: Names and values of its plain attributes.
         is_whole: Whether no covered parameter is a plain attribute, as computed ones are.
-        noted: What a plan notes about its last calls, see ``backpack_operations/noted.py``.
     """
 
-    def __init__(self, module: Module, resolved: Any, generation: int) -> None:
-        attributes = module.__dict__
-        self.resolved, self.generation = resolved, generation
-        self.noted: list[tuple[Any, Callable[..., bool], Any]] = []
-        settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
-        self.settings = settings
-        names, values = settings
-        self.is_whole = attributes.keys().isdisjoint(resolved.params)
-        others = attributes.keys() - MODULE_ATTRIBUTES - {*names, *OUR_ATTRIBUTES}
-        # The name that is given twice makes both getters return tuples, even for no other name.
-        self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
-        self._others = itemgetter(*others, *["_forward_hooks"] * 2)
-        self._types = self._types_of(attributes) if others else None
-        # Comparing types and values does not show what is in a tuple, or that a list was changed in
-        # place. In these cases, the count of attributes is one that never holds.
-        is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
-        self._kind, self._count = type(module), -1 if is_open else len(attributes)
-        self._values = self._plain(attributes)
-
-    def hold(self, module: Module) -> bool:
-        """Whether they still describe the module."""
-        attributes = module.__dict__
-        try:
-            return (
-                len(attributes) == self._count
-                and type(module) is self._kind
-                and bool(self._plain(attributes) == self._values)
-                and (self._types is None or self._types == self._types_of(attributes))
-            )
-        except Exception:  # an attribute is gone, or cannot be compared with a number
-            return False
-
-    def _types_of(self, attributes: dict[str, Any]) -> tuple[type, ...]:
-        return tuple(map(type, self._others(attributes)))
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copied module computes its own."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """So does an unpickled one."""
-        return type(None), ()
+    def __init__(self, module: Module, resolved: Any) -> None:
+        self.resolved = resolved
+        self.settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
+        self.is_whole = module.__dict__.keys().isdisjoint(resolved.params)
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:

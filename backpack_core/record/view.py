@@ -234,24 +234,6 @@ class View:
         """The device of the output."""
         return self.stored.outputs[self.index].device
 
-    def saved(self, name: str, node: Node | None = None) -> Tensor | None:
-        """A tensor that autograd saved for the backward pass of the output's node.
-
-        Args:
-            name: Torch's name for it: ``"result1"`` for ``grad_fn._saved_result1``.
-            node: Another node, inside of the module.
-
-        Returns:
-            The tensor, for the samples that are shown. ``None`` if it may not be read, or if there
-            is no tensor of that name whose first axis is the batch axis.
-        """
-        if self.node is None or not self.call.is_readable or self.axis:
-            return None
-        tensor: Tensor | None = getattr(node or self.node, f"_saved_{name}", None)
-        if tensor is None or tensor.shape[:1] != self.stored.outputs[self.index].shape[:1]:
-            return None
-        return tensor
-
     @property
     def full(self) -> View:
         """The view with all samples."""
@@ -268,10 +250,9 @@ class View:
         value: T = self.call_cache[cache_key]
         return value
 
-    def has_batch(self, tensor: Tensor) -> bool:
-        """Whether axis 0 of an argument has the length of the whole batch."""
-        size = self.stored.inputs[0].shape[0]
-        return tensor.dim() > 0 and tensor.shape[0] == size
+    def takes_product(self, slot: int) -> bool:
+        """Whether a product for input ``slot`` has one entry for each sample that is shown."""
+        return True
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self.dtype or not tensor.is_floating_point():

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from backpack_core import View, backpack, extend, recording, unextend
+from backpack_core import View, backpack, extend, unextend
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, edge_of, site_at
 from backpack_core.testing import temporary_plugin
+from backpack_operations.traits import traits_of
 from backpack_products.parametric import ParametricRule
 from tests.leftovers import live_calls
 
@@ -296,7 +297,7 @@ def test_a_tuple_of_tensors_holds_no_call() -> None:
             model(torch.randn(4, 3))
             model.state = state
             assert live_calls() == before
-        traits = recording._traits(model)
+        traits = traits_of(model)
         assert tuple(traits.settings) == (("training", "state"), (True, (3, 4)))
 
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from backpack_checks import trust
 from backpack_core import backpack, extend, unextend
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.state import Traits
 from backpack_operations.plan import plans
+from backpack_operations.traits import KnownTraits
 from tests.cases import Net
 
 
@@ -151,13 +151,13 @@ def test_what_calls_have_in_common_is_found_once(
 ) -> None:
     model, lossfunc, made = extend(MODELS[name]()), extend(nn.MSELoss()), list[nn.Module]()
     attributes = {part: {*vars(part)} for part in model.modules()}
-    begin = Traits.__init__
+    begin = KnownTraits.__init__
 
-    def noted(self: Traits, module: nn.Module, *given: Any) -> None:
+    def noted(self: KnownTraits, module: nn.Module, *given: Any) -> None:
         made.append(module)
         begin(self, module, *given)
 
-    monkeypatch.setattr(Traits, "__init__", noted)
+    monkeypatch.setattr(KnownTraits, "__init__", noted)
     for _ in range(3):
         value = model(torch.randn(5, 3))
         loss = lossfunc(value, torch.zeros_like(value))

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 from backpack_operations.order import children_of, reached
+from backpack_products.some_samples import saved_in
 
 
 def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:
@@ -17,7 +18,7 @@ def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[T
     node = None if view.node is None else _kernel(view.call, view.node)
     if node is None or view.is_differentiable or not node.name().startswith(kernel):
         return None
-    saved = [kept for name in names if (kept := view.saved(name, node)) is not None]
+    saved = [kept for name in names if (kept := saved_in(view, name, node)) is not None]
     return saved if len(saved) == len(names) else None
 
 

@@ -28,6 +28,7 @@ from backpack_core.contract.rules import ModuleType
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_products.elementwise import ElementwiseRule
+from backpack_products.some_samples import saved_in
 from backpack_products.values import any_of
 
 # Negative saturation of SELU, to which AlphaDropout sets what it drops.
@@ -101,7 +102,7 @@ class AlphaDropoutRule(DropoutRule):
 def _factor(view: View, node: Node | None) -> Tensor | None:
     """The factor by which a node multiplied its input, if the node may be read."""
     name = "" if node is None else _FACTORS.get(node.name(), "")
-    return view.saved(name, node) if name else None
+    return saved_in(view, name, node) if name else None
 
 
 def _probability(view: View) -> float:

@@ -25,6 +25,7 @@ from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 from backpack_products.derivatives import SecondOrderRule
+from backpack_products.some_samples import saved_in
 
 
 class MaxPoolRule(SecondOrderRule):
@@ -86,7 +87,7 @@ def _positions(view: View) -> Tensor:
     if module.return_indices:
         drawn = view.values.outputs[1]
         return drawn if view.indices is None else drawn[list(view.indices)]
-    kept = view.saved("result1")
+    kept = saved_in(view, "result1")
     if kept is not None and kept.shape == view.output_shape and kept.dtype == torch.long:
         return kept
     x, dims = view.input, len(view.input_shape) - 2

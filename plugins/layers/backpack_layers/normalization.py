@@ -30,6 +30,7 @@ from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
 from backpack_products import ScaleProduct
 from backpack_products.parametric import ProductRule
+from backpack_products.some_samples import saved_in
 from backpack_products.values import at_least_single
 
 # Whether torch takes the ``eps`` of single precision for half precision; 2.6 takes its own.
@@ -149,7 +150,7 @@ class NormalizationRule(ProductRule):
         """What the kernels of layers and groups keep for their own backward pass."""
         if view.is_differentiable:
             return None
-        mean, scale = view.saved("result1"), view.saved("result2")
+        mean, scale = saved_in(view, "result1"), saved_in(view, "result2")
         shape = (*rows.shape[:-1], 1)
         for found in (mean, scale):
             if found is None or found.dtype != rows.dtype or found.numel() != prod(shape):

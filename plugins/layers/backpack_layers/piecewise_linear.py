@@ -28,6 +28,7 @@ from backpack_core.record.view import View
 from backpack_layers.fused import FusedRule
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import ParametricRule
+from backpack_products.some_samples import saved_in
 from backpack_products.values import any_of
 
 
@@ -82,7 +83,7 @@ class RReLURule(ElementwiseRule):
         module = cast(RReLU, view.module)
         if not view.training:
             return _slopes(_either(view), (module.lower + module.upper) / 2)
-        saved = view.saved("noise")
+        saved = saved_in(view, "noise")
         if saved is not None:
             return saved.to(view.dtype)
         x = view.input

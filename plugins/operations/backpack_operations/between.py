@@ -39,6 +39,7 @@ from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
+from backpack_operations.traits import traits_of
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
@@ -73,7 +74,7 @@ class Operations(Between):
         self._visited_modules: dict[Module, None] = {}
 
     said, axes_of = staticmethod(said), staticmethod(axes_of)
-    run_of = staticmethod(run_of)
+    run_of, traits_of = staticmethod(run_of), staticmethod(traits_of)
     is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
     pass_inside = staticmethod(pass_inside)

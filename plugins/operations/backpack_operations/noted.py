@@ -15,7 +15,8 @@ from torch import Tensor
 
 from backpack_core.record.call import Call
 from backpack_core.record.models import PATH_ATTRIBUTE
-from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits
+from backpack_core.record.state import TRAITS_ATTRIBUTE
+from backpack_operations.traits import KnownTraits
 from backpack_products.values import kernels_of, look_of
 
 MOST: Final = 4  # calls that a module remembers: train and eval mode, a last batch that is smaller
@@ -86,7 +87,7 @@ def noted_of(call: Call) -> Noted:
     stored, module = call.stored, call.module
     own = {name: tensor for name, tensor in stored.tensors.items() if tensor is not None}
     tensors = [*stored.inputs, *stored.outputs, *own.values()]
-    traits: Traits | None = module.__dict__.get(TRAITS_ATTRIBUTE)
+    traits: KnownTraits | None = module.__dict__.get(TRAITS_ATTRIBUTE)
     is_simple = stored.args is stored.inputs and not (stored.kwargs or module._modules)
     if traits is None or not is_simple or stored.computed:
         return _noted(call, tensors)

@@ -45,8 +45,33 @@ def loss_factor(view: View) -> Tensor:
     return factor
 
 
+def check_first_argument(view: View) -> None:
+    """Refuse a loss whose derivative in its first argument is not all of it.
+
+    Raises:
+        UnsupportedError: Another argument requires a gradient.
+    """
+    first, *others = view.full.inputs
+    if not any(other.requires_grad for other in others):
+        return
+    if first.requires_grad:
+        raise UnsupportedError(
+            f"Curvature of {view.path} is known only for its first argument, but another one "
+            "(target or variance) requires a gradient, too: detach it."
+        )
+    raise UnsupportedError(
+        f"{view.path} was called with the target first: its first argument requires no "
+        "gradient, and another one does. Swap the arguments, lossfunc(output, target)."
+    )
+
+
 def loss_gradient(view: View) -> Tensor:
-    """The gradient of each sample's loss, with :func:`loss_factor` in front. Shape ``[N, *in]``."""
+    """The gradient of each sample's loss, with :func:`loss_factor` in front. Shape ``[N, *in]``.
+
+    Raises:
+        UnsupportedError: Another argument than the first requires a gradient.
+    """
+    check_first_argument(view)
     whole = view.full
     x = whole.input
     if not (view.is_differentiable and x.requires_grad):
@@ -84,6 +109,15 @@ class HessianLossRule(SecondOrderRule, LossRule):
     hessian_is_psd: ClassVar[bool] = False
     likelihood: ClassVar[str] = ""
     instead: ClassVar[str] = ""
+
+    def check(self, view: View) -> None:
+        """Refuse a call whose curvature is not determined by the Hessian in the first argument.
+
+        Raises:
+            UnsupportedError: Another argument requires a gradient, or :meth:`check_terms` refuses.
+        """
+        super().check(view)
+        check_first_argument(view)
 
     def is_convex(self, view: View) -> bool:
         """Whether settings and shapes of a call tell that the loss is convex in its input.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.errors import UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.record.view import View
 from backpack_products.held import PLAIN
 from backpack_products.nested import map_tensors
@@ -68,7 +68,7 @@ class SomeSamples(View):
         self._whole = whole = view.full
         self.indices, self._pick = indices, _as_index(indices, self.device)
         gradient = whole.grad_output
-        self.grad_output = None if gradient is None else self._cut(gradient)
+        self.grad_output = None if gradient is None else self.cut(gradient)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -98,7 +98,7 @@ class SomeSamples(View):
         """The output ``[N, *out]`` that is visited; see the base class."""
         slot = len(self.stored.inputs) + self.index
         if slot not in self._tensors:
-            self._tensors[slot] = self._cut(self.full.output)
+            self._tensors[slot] = self.cut(self.full.output)
         return self._tensors[slot]
 
     @property
@@ -111,10 +111,25 @@ class SomeSamples(View):
         """Shape of the output."""
         return self._shortened(super().output_shape)
 
-    def saved(self, name: str, node: Node | None = None) -> Tensor | None:
-        """A tensor that autograd saved, for the samples that are shown; see the base class."""
-        tensor = super().saved(name, node)
-        return None if tensor is None else self._cut(tensor)
+    def takes_product(self, slot: int) -> bool:
+        """Whether input ``slot`` has the samples on axis 0, so that some can be chosen.
+
+        Raises:
+            UnsupportedError: It has not, and requires a gradient.
+        """
+        tensor = self.full.inputs[slot]
+        if not self._has_batch(tensor) and tensor.requires_grad:
+            raise UnsupportedError(
+                f"{self.path} received an input of shape {list(tensor.shape)} that requires a "
+                "gradient and does not hold the samples on axis 0 (an initial state, say). This "
+                "cannot be combined with subsampling: detach it, or leave subsampling out."
+            )
+        return self._has_batch(tensor)
+
+    def _has_batch(self, tensor: Tensor) -> bool:
+        """Whether axis 0 of an input has the length of the batch."""
+        size = self.stored.inputs[0].shape[0]
+        return tensor.dim() > 0 and tensor.shape[0] == size
 
     def _shortened(self, shape: torch.Size) -> torch.Size:
         assert self.indices is not None
@@ -122,10 +137,11 @@ class SomeSamples(View):
 
     def _shown(self, tensor: Tensor) -> Tensor:
         """The chosen samples of a tensor whose axis 0 is the batch axis; others unchanged."""
-        picked: Tensor = tensor[self._pick] if self.has_batch(tensor) else tensor
+        picked: Tensor = tensor[self._pick] if self._has_batch(tensor) else tensor
         return picked
 
-    def _cut(self, tensor: Tensor) -> Tensor:
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The chosen entries of axis 0."""
         picked: Tensor = tensor[self._pick] if tensor.dim() else tensor
         return picked
 
@@ -143,3 +159,23 @@ def _as_index(indices: tuple[int, ...], device: torch.device) -> Any:
     if indices == tuple(range(start, start + len(indices))):
         return slice(start, start + len(indices))
     return torch.tensor(indices, device=device, dtype=torch.long)
+
+
+def saved_in(view: View, name: str, node: Node | None = None) -> Tensor | None:
+    """A tensor that autograd saved for the backward pass of the output's node.
+
+    Args:
+        view: The view of a call.
+        name: Torch's name for it: ``"result1"`` for ``grad_fn._saved_result1``.
+        node: Another node, inside of the module.
+
+    Returns:
+        The tensor, for the samples that are shown. ``None`` if it may not be read, or if there is
+        no tensor of that name whose first axis is the batch axis.
+    """
+    if view.node is None or not view.call.is_readable or view.axis:
+        return None
+    tensor: Tensor | None = getattr(node or view.node, f"_saved_{name}", None)
+    if tensor is None or tensor.shape[:1] != view.stored.outputs[view.index].shape[:1]:
+        return None
+    return view.cut(tensor) if isinstance(view, SomeSamples) else tensor
