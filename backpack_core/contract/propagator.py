@@ -31,6 +31,8 @@ _OF_ENGINE = "name module parameter rule needs call_cache column_cache is_measur
 class Reading:
     """What a propagator finds at a parameter, for extensions to read.
 
+    Outside of chains, further methods are asked for: ``backpack_operations/readings.py`` has them.
+
     Attributes:
         shape: Shape of the parameter, ``[*θ]``.
         name: The parameter's name in its module.
@@ -76,47 +78,6 @@ class Reading:
     def lasting(self) -> Any:
         """The reading in a form that is valid after the graph is freed. Default: itself."""
         return self
-
-    def of_samples(self, samples: int, kept: dict[Any, Any]) -> Any:
-        """The reading with one row for each sample, of a call with several entries per sample.
-
-        Default: itself.
-
-        Args:
-            samples: The number of samples.
-            kept: The view's ``call_cache``, to which values may be added.
-        """
-        return self
-
-    def at_leaf(self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]) -> Any:
-        """The reading at a leaf tensor that a module's parameter was computed from.
-
-        Args:
-            source: The computed parameter that the module used.
-            leaf: The leaf that the result is stored on.
-            pull: Pulls columns ``[K, *source]`` back to the leaf, ``[K, *leaf]``.
-
-        Raises:
-            UnsupportedError: The reading exists only for parameters that a module uses unchanged.
-        """
-        raise UnsupportedError(
-            f"The parameter {self.name!r} of {self.path} is computed from others (by a "
-            f"parametrization, or in a hook), and {type(self).__name__} exists only for "
-            "parameters that a module uses unchanged. Remove the parametrization, or leave the "
-            "extension out."
-        )
-
-    def join(self, others: Sequence[Any]) -> Any:
-        """One reading for a parameter with several uses, from this one and those of later visits.
-
-        Raises:
-            UnsupportedError: There is no such reading.
-        """
-        raise UnsupportedError(
-            f"The parameter {self.name!r} of {self.path} is used {1 + len(others)} times, and "
-            f"{type(self).__name__} has no meaning there: leave the extension out, or untie the "
-            "parameter."
-        )
 
 
 @base

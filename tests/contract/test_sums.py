@@ -11,6 +11,7 @@ from torch import nn
 from backpack_core import extend
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import UnsupportedError
+from backpack_operations.readings import joined
 from backpack_products import (
     AffineProduct,
     DenseProduct,
@@ -190,7 +191,7 @@ def test_what_has_no_sum_says_so() -> None:
     reading.name, (reading.module,) = "weight", extend(nn.Sequential(nn.Linear(2, 2)))
     message = r"'weight' of Linear '0' is used 3 times, and Reading has no meaning there"
     with pytest.raises(UnsupportedError, match=message):
-        reading.join([Reading(reading.shape), Reading(reading.shape)])
+        joined([reading, Reading(reading.shape), Reading(reading.shape)])
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -27,6 +27,7 @@ from backpack_core.record.guards import visible_memory
 from backpack_core.record.models import owners_of
 from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
+from backpack_operations.readings import joined
 from backpack_products.held import held_by
 from backpack_products.recycled import drop, offer
 
@@ -115,7 +116,7 @@ class SharedSink(Sink):
         if not use.is_wanted or is_left_out:
             return None
         try:
-            return super().value(extension, view, parameter, _joined(uses))
+            return super().value(extension, view, parameter, joined(uses))
         except UnsupportedError as error:
             if not _tolerates(extension, view, uses[-1].name, error):
                 raise
@@ -308,15 +309,6 @@ def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
         return value
     before = partial.pop(key)
     return None if before is None or value is None else key[0].combine(before, value)
-
-
-def _joined(uses: list[Reading]) -> Any:
-    """One reading for all uses of a parameter; they are joined at the first call."""
-    if len(uses) > 1:
-        whole = uses[0].join(uses[1:])
-        Reading.placed_as(whole, uses[-1])
-        uses[:] = [whole]
-    return uses[0]
 
 
 def _tolerates(extension: Extension, view: View, name: str, error: UnsupportedError) -> bool:

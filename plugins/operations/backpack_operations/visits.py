@@ -29,6 +29,7 @@ from backpack_operations.entering_ids import is_of_buffers
 from backpack_operations.inside import Later, read_here
 from backpack_operations.of_weights import Origins
 from backpack_operations.owners import rows_at_loss
+from backpack_operations.readings import at_leaf, of_samples
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
@@ -192,7 +193,7 @@ class GraphTraversal(StraightTraversal):
         if view.positions > 1:
             chosen = self.groups[lane].propagator.subsampling
             count = self.survey.batch_size if chosen is None else len(chosen)
-            found = [each.of_samples(count, view.call_cache).placed_as(each) for each in found]
+            found = [of_samples(each, count, view.call_cache) for each in found]
         of_name = dict(zip(at, found, strict=True))
         return [
             of_name[own.name] if own.parameter is own.used else _at_leaf(of_name[own.name], own)
@@ -324,5 +325,4 @@ def _at_leaf(reading: Reading, own: Trained) -> Reading:
     """The reading at a leaf, pulled back from the parameter that was computed from it."""
     leaf, source = own.parameter, own.used
     pull = partial(storage().pull_back, source=source, leaf=leaf)
-    found: Reading = reading.at_leaf(source, leaf, pull)
-    return found.placed_as(reading)
+    return at_leaf(reading, source, leaf, pull)
