@@ -195,7 +195,7 @@ PAGES = (
             "backpack_core.preferences.preference",
             "backpack_core.autocast.without_autocast",
             "backpack_products.contexts.suspended",
-            "backpack_core.record.nested.map_tensors",
+            "backpack_products.nested.map_tensors",
             "backpack_operations.carrier.Carrier",
             "backpack_operations.carrier.ParameterResult",
             "backpack_operations.operands.products_at",

@@ -78,8 +78,8 @@ def tier_of(package: str) -> set[str]:
 OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns computing contexts contractions derivatives "
-        "elementwise extensions factors fingerprint host_functions lookup loss merging multiply "
-        "open_functions "
+        "elementwise extensions factors fingerprint held host_functions lookup loss merging "
+        "multiply nested open_functions "
         "operations owned parametric product ranks recycled rows sameness scale some_samples "
         "substitutes transposition tuning values",
         "overrides regrouping",
@@ -87,7 +87,7 @@ OPEN = {
     "backpack_operations": (
         "alignment bare bridge carrier chosen fused nodes observer operands order own_pass plan "
         "structure",
-        "_torch apart batch own_order owners paths received refusals survey",
+        "_torch apart batch own_order owners passes paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch sums trust"),
     "backpack_interplay": ("checkpoints compiled leaves shards", ""),

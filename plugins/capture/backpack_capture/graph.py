@@ -26,8 +26,7 @@ from backpack_capture.program import Program
 from backpack_capture.results import Before, Results
 from backpack_capture.watch import Watch
 from backpack_core.record.models import owners_of
-from backpack_operations.sink import stored_by_others
-from backpack_products.recycled import drop
+from backpack_products.recycled import drop, stored_by_others
 from backpack_products.values import rounding_unit
 
 LOOKS: Final = 12  # timed runs of compiled code, and as many before it; the fastest count

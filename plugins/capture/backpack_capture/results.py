@@ -11,8 +11,7 @@ from torch.nn import Module
 
 from backpack_capture._torch import gradient_hooks, take_hooks
 from backpack_capture.nested import Apart
-from backpack_operations.sink import stored_by_others
-from backpack_products.recycled import offer
+from backpack_products.recycled import offer, stored_by_others
 
 
 class _Earlier:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
@@ -29,23 +27,10 @@ from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
 from backpack_operations.readings import joined
 from backpack_products.held import held_by
-from backpack_products.recycled import drop, offer
+from backpack_products.recycled import LAST, drop, offer
 
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
-
-# The plan of the last pass over each model, and the names of the results that it stored.
-_last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()
-
-
-def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
-    """Note that results were stored without a pass, so that the next pass looks at every parameter.
-
-    Args:
-        models: The models.
-        fields: The names of the results, whose memory the next pass may write again.
-    """
-    _last.update(dict.fromkeys(models, (None, fields)))
 
 
 class SharedSink(Sink):
@@ -205,8 +190,8 @@ class GraphSink(SharedSink):
             return
         fields = [extension.savefield for extension in context.extensions]
         models = owners_of(call.module for call in calls)
-        before = [_last.get(model, (None, ())) for model in models]
-        _last.update(dict.fromkeys(models, (plan, fields)))
+        before = [LAST.get(model, (None, ())) for model in models]
+        LAST.update(dict.fromkeys(models, (plan, fields)))
         # Memory that is offered and not written again would only take space.
         offers = not context.keeps_results and all(fields == known for _, known in before)
         is_known = offers and len(models) == 1 and plan is not None and before[0][0] is plan

@@ -9,12 +9,14 @@ accelerators, torch's caching allocator does the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_products._torch import holders_of, without_modes
 
@@ -118,3 +120,17 @@ def drop() -> None:
     """Free the memory that was offered but not taken."""
     if _recycled.memories:
         _recycled.memories.clear()
+
+
+# The plan of the last pass over each model, and the names of the results that it stored.
+LAST: Final[WeakKeyDictionary[Module, tuple[Hashable, list[str]]]] = WeakKeyDictionary()
+
+
+def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
+    """Note that results were stored without a pass, so that the next pass looks at every parameter.
+
+    Args:
+        models: The models.
+        fields: The names of the results, whose memory the next pass may write again.
+    """
+    LAST.update(dict.fromkeys(models, (None, fields)))
