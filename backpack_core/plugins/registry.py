@@ -166,7 +166,7 @@ class Registry:
         for parent in self.sameness.lenders(kind):
             claims = self._claims_for(parent)
             if claims:
-                claim = choose(claims, qualified_name(parent), "layer rule")
+                claim = choose(claims, qualified_name(parent), "layer rule for")
                 names = getattr(claim.value, "params", ())
                 behind = self.sameness.behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), behind)

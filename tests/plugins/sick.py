@@ -174,7 +174,7 @@ SICK = {
         two(NORM, NORM.replace("GradNorm", "OtherNorm"), ("same", "same"), "GradNorm"),
         "the plugin name 'same' is claimed by backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
         "BACKPACK_PREFER=same=backpack-plugin-one",
-        "Several plugins have the name 'same'",
+        "Several plugins claim the name 'same'",
         who="backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
     ),
     "two with one key": Sick(

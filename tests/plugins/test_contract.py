@@ -160,7 +160,7 @@ def test_two_propagators_of_one_name() -> None:
     own = type(Count().propagator)
     other = type(own.__name__, (own,), {})
     with temporary_plugin(provider(own)), temporary_plugin(provider(other)):
-        refused = pytest.raises(PluginConflictError, match="propagator for 'OutputGradient'")
+        refused = pytest.raises(PluginConflictError, match="propagator 'OutputGradient'")
         with refused, backpack(Count()):
             pass
 

@@ -132,7 +132,7 @@ def same_name(fake_distribution: FakeDistribution) -> None:
 
 
 def test_two_of_one_name_are_a_conflict(same_name: None) -> None:
-    with pytest.warns(BrokenPluginWarning, match="Several plugins have the name 'norm'"):
+    with pytest.warns(BrokenPluginWarning, match="Several plugins claim the name 'norm'"):
         plugins.ensure_loaded()
     assert "a_module" not in sys.modules
     assert "b_module" not in sys.modules
