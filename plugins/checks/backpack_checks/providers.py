@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch.nn import Module
 
 from backpack_core.discovery import Plugin, declared_by, our_plugins
+from backpack_core.plugins import loading
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import canonical, qualified_name
@@ -37,7 +38,8 @@ def advise(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | No
     if broken:
         return f" {load_error(broken[0])}", broken[0]
     texts = filter(None, dict.fromkeys(map(_why_not, found)))
-    return "".join(f" {text}" for text in texts), None
+    text = "".join(f" {text}" for text in texts)
+    return (text, None) if text else loading.advise(wanted, otherwise)
 
 
 def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
