@@ -222,21 +222,7 @@ def beside(home: Path, name: str) -> Path:
     return home / name if home.is_dir() else home.with_suffix(f".{name}")
 
 
-def declared_by(package: str) -> dict[str, str]:
-    """What the file of a package declares; empty if there is no valid file."""
-    home = home_of(package)
-    declared = _read(beside(home, PROVIDES)) if home else {}
-    return {str(key): value for key, value in declared.items() if isinstance(value, str)}
-
-
 def our_plugins() -> dict[str, list[str]]:
     """What distributions that the core knows provide, installed or not, by distribution."""
-    return _read(OUR_PLUGINS)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    known: dict[str, list[str]] = json.loads(OUR_PLUGINS.read_text("utf-8"))
+    return known

@@ -11,7 +11,6 @@ from backpack_core.plugins.loading import load as load
 from backpack_core.plugins.loading import load_all as load_all
 from backpack_core.plugins.loading import prefer as prefer
 from backpack_core.plugins.registration import API_VERSION as API_VERSION
-from backpack_core.plugins.registration import declared_api as declared_api
 from backpack_core.plugins.registration import hook_names as hook_names
 from backpack_core.plugins.registration import register as register
 from backpack_core.plugins.registration import unregister as unregister

@@ -219,28 +219,31 @@ _KINDS: dict[str, tuple[str, type]] = {
 
 def hook_of(obj: object) -> str | None:
     """The hook that would return a class; ``None`` if it is of another kind."""
-    hooks = (hook for hook, (_, base) in _KINDS.items() if _is_class_of(base, obj))
+    hooks = (
+        h for h, (_, base) in _KINDS.items() if isinstance(obj, type) and issubclass(obj, base)
+    )
     return next(hooks, None)
 
 
-def _is_class_of(base: type, obj: object) -> bool:
-    return isinstance(obj, type) and issubclass(obj, base)
-
-
-def contributions(hook: str, item: Any) -> list[Contribution]:
+def contributions(hook: str, item: Any, is_new: bool) -> list[Contribution]:
     """The registry's entries for one object that a hook returned.
+
+    Args:
+        hook: The hook.
+        item: The object.
+        is_new: Whether its author is at work; see :class:`Candidate`.
 
     Raises:
         PluginError: It is not of the kind that the hook promises.
     """
     if hook == "backpack_pair_overrides" and isinstance(item, tuple) and len(item) == 3:
         kind, module, carrier = item
-        if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
+        if hook_of(kind) == "backpack_extensions" and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
     if hook_of(item) == hook:
-        vet(item)
-        is_rule = issubclass(item, LayerRule)
-        return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
+        vet(item, is_new=is_new)
+        table = _KINDS[hook][0]
+        return of_rules([item]) if table == "rules" else [(table, item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which the hook does not accept.")
 
 

@@ -132,7 +132,7 @@ def test_a_rule_that_is_declared_and_not_registered_is_told(
 @pytest.mark.parametrize("text", ["", "[]", '{"Fancy": 1}', "\x00"])
 def test_a_damaged_file_says_nothing(scaled: Path, text: str) -> None:
     discovery.beside(scaled, discovery.PROVIDES).write_text(text)
-    assert not discovery.declared_by("other_module")
+    assert not providers.declared_by("other_module")
     assert not [*providers.providers_of("Fancy")]
 
 

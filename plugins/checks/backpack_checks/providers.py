@@ -5,12 +5,13 @@ What plugins declare is read from files, so that plugins that do not load are na
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, declared_by, our_plugins
+from backpack_core.discovery import PROVIDES, Plugin, beside, home_of, our_plugins
 from backpack_core.plugins import loading
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
 from backpack_core.plugins.registry import registry
@@ -101,6 +102,17 @@ def _providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pr
     for distribution, provided in our_plugins().items():
         if distribution not in installed:
             yield from (Provider(distribution, name) for name in _among(provided, names))
+
+
+def declared_by(package: str) -> dict[str, str]:
+    """What the file of a package declares; empty if there is no valid file."""
+    home = home_of(package)
+    try:
+        declared = json.loads(beside(home, PROVIDES).read_text("utf-8")) if home else None
+    except (OSError, ValueError):
+        return {}
+    pairs = declared.items() if isinstance(declared, dict) else ()
+    return {key: value for key, value in pairs if isinstance(value, str)}
 
 
 def _among(declared: Iterable[str], names: Collection[str]) -> list[str]:
