@@ -60,14 +60,9 @@ class Plugin:
         return Provenance(self.name, self.distribution, self.version)
 
     @property
-    def module(self) -> str:
-        """The module of the entry point."""
-        return self.value.partition(":")[0].strip()
-
-    @property
     def package(self) -> str:
         """The top-level package or module of the entry point."""
-        return self.module.partition(".")[0]
+        return re.split(r"[.:\s]", self.value.strip())[0]
 
     @property
     def attribute(self) -> str:
@@ -80,12 +75,13 @@ class Plugin:
         Raises:
             PluginError: The module has no such attribute.
         """
-        module = import_module(self.module)
+        name = self.value.partition(":")[0].strip()
+        module = import_module(name)
         try:
             return attrgetter(self.attribute)(module) if self.attribute else module
         except AttributeError as error:
             raise PluginError(
-                f"The entry point names {self.value!r}, but the module {self.module} has no "
+                f"The entry point names {self.value!r}, but the module {name} has no "
                 f"{self.attribute!r}{nearest(self.attribute, vars(module)) or '.'}"
             ) from error
 
@@ -113,25 +109,18 @@ def settle(plugins: list[Plugin]) -> None:
         plugins: All installed plugins. Their ``state`` and ``error`` are set anew, unless they were
             loaded, or tried, and still may be.
     """
-    allowed = {*_allowed(plugins)}
-    by_name: dict[str, list[Claim[Plugin]]] = {}
+    allowed = _allowed(plugins)
     for plugin in plugins:
-        if plugin not in allowed:
-            plugin.state, plugin.error = "blocked", None
-            continue
-        if plugin.state not in ("loaded", "failed"):
-            plugin.state, plugin.error = "not loaded", None
-        by_name.setdefault(plugin.name, []).append(Claim(plugin, plugin.provenance))
-    for name, claims in by_name.items():
+        rivals = [Claim(p, p.provenance) for p in allowed if p.name == plugin.name]
         try:
-            chosen = choose(claims, name, "name")
+            may_load = plugin in allowed and choose(rivals, plugin.name, "name").value is plugin
         except PluginConflictError as error:
-            for claim in claims:
-                claim.value.state, claim.value.error = "conflict", error
-        else:
-            for claim in claims:
-                if claim is not chosen:
-                    claim.value.state, claim.value.error = "blocked", None
+            plugin.state, plugin.error = "conflict", error
+            continue
+        if not may_load:
+            plugin.state, plugin.error = "blocked", None
+        elif plugin.state not in ("loaded", "failed"):
+            plugin.state, plugin.error = "not loaded", None
 
 
 def _allowed(plugins: list[Plugin]) -> list[Plugin]:
@@ -173,11 +162,10 @@ def _declared() -> Iterator[Plugin]:
     for dist in distributions():
         # Python imports the first distribution of a name on the path. A folder without metadata was
         # left by an interrupted removal.
-        name = name_of(dist)
-        first = visible.setdefault(name, dist)
-        if first is not dist and first.read_text("METADATA"):
-            continue
-        visible[name] = dist
+        first = visible.setdefault(name_of(dist), dist)
+        if first is not dist and not first.read_text("METADATA"):
+            visible[name_of(dist)] = dist
+    for name, dist in visible.items():
         if f"[{GROUP}]" not in (dist.read_text("entry_points.txt") or ""):
             continue
         try:

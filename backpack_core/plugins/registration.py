@@ -77,22 +77,17 @@ def enter(obj: Any, provenance: Provenance, is_new: bool = False) -> None:
     if source and provenance.distribution:
         errors.add_library_folder(source)
     try:
-        _hand_over(obj, provenance)
+        manager.register(obj, _key(provenance))
         registry.add(_collect(obj, is_new), provenance)
         _settle(obj)
-    except BaseException:
+    except BaseException as error:
         withdraw(provenance)
+        if isinstance(error, PluginValidationError):
+            raise errors.PluginError(
+                f"A hook of {provenance} does not match its specification: {error}. Write it as "
+                "backpack_core.plugins.hookspecs has it."
+            ) from error
         raise
-
-
-def _hand_over(obj: Any, provenance: Provenance) -> None:
-    try:
-        manager.register(obj, _key(provenance))
-    except PluginValidationError as error:
-        raise errors.PluginError(
-            f"A hook of {provenance} does not match its specification: {error}. Write it as "
-            "backpack_core.plugins.hookspecs has it."
-        ) from error
 
 
 def _settle(obj: Any) -> None:

@@ -69,9 +69,8 @@ class Sameness:
         return any(getattr(kind, name, None) is not own for name, own in behind.items())
 
     def watch(self, kind: type, behind: Mapping[Any, Any]) -> Callable[[], bool]:
-        """A function that says whether what a class has under these names is another by then."""
-        now = {name: getattr(kind, name, None) for name in behind}
-        return lambda: self.is_patched(kind, now)
+        """A function that says whether a class has something else by then."""
+        return lambda: self.is_patched(kind, behind)
 
 
 @dataclass(eq=False, repr=False)

@@ -118,6 +118,19 @@ def test_what_an_interrupted_removal_left(fake_distribution: FakeDistribution) -
     assert plugin.state == "loaded"
 
 
+def test_what_was_left_does_not_rival_what_was_installed_since(
+    fake_distribution: FakeDistribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
+    (info / "METADATA").unlink()
+    write_distribution(
+        tmp_path / "since", "backpack-plugin-norm", version="2.0", entry_points=NORM_POINT
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "since")])
+    reset()
+    assert (found("norm").version, found("norm").state) == ("2.0", "not loaded")
+
+
 SAME = [
     ("backpack-plugin-a", "a_module:GradNorm"),
     ("backpack-plugin-b", "b_module:GradNorm"),
