@@ -15,11 +15,11 @@ from typing import Any, Final, TypeAlias
 
 from torch.nn import Module
 
-from backpack_core import discovery, errors, preferences
-from backpack_core.discovery import Plugin
+from backpack_core import errors
+from backpack_core.discovery import Plugin, discover, our_plugins, settle
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
-from backpack_core.preferences import qualified_name
+from backpack_core.preferences import preferred, qualified_name
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -31,7 +31,7 @@ def known_plugins() -> list[Plugin]:
     global _plugins
     with lock:
         if _plugins is None:
-            _plugins = discovery.discover()
+            _plugins = discover()
         return _plugins
 
 
@@ -136,7 +136,7 @@ def advise(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | No
     """The end of a message about something missing, and a broken plugin that might provide it."""
     plugins, broken = known_plugins(), next(iter(failures()), None)
     names = {str(wanted), *map(qualified_name, getattr(wanted, "__mro__", ()))}
-    homes = [h for h, own in discovery.our_plugins().items() if not names.isdisjoint(own)]
+    homes = [h for h, own in our_plugins().items() if not names.isdisjoint(own)]
     absent = [h for h in homes if h not in {plugin.distribution for plugin in plugins}]
     if absent:
         return "".join(f" {home} has it: pip install {home}." for home in absent), None
@@ -176,11 +176,11 @@ def prefer(distribution: str, *keys: Any) -> None:
             f"preferred for. Got {(distribution, *keys)!r:.80}."
         )
     with lock:
-        preferences.preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
+        preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
         registry.forget()
         plugins = _plugins or []
         before = [p for p in plugins if p.state == "loaded"]
-        discovery.settle(plugins)
+        settle(plugins)
         for plugin in before:
             if plugin.state != "loaded":
                 withdraw(plugin.provenance)

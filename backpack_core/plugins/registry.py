@@ -163,12 +163,10 @@ class Registry:
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class; see :meth:`resolve`."""
         for parent in self.sameness.lenders(kind):
-            claims = self._claims_for(parent)
-            if claims:
+            if claims := self._claims_for(parent):
                 claim = choose(claims, qualified_name(parent), "layer rule for")
-                names = getattr(claim.value, "params", ())
-                behind = self.sameness.behind(parent)
-                return Resolved(claim.value, claim.provenance, False, tuple(names), behind)
+                params, behind = getattr(claim.value, "params", ()), self.sameness.behind(parent)
+                return Resolved(claim.value, claim.provenance, False, tuple(params), behind)
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
@@ -188,11 +186,10 @@ class Registry:
 
     def describe(self, extension: Extension) -> str:
         """The name of an extension and the plugin that provided it, for messages."""
-        name = type(extension).__name__
-        for claim in self.extensions.get(name, ()):
-            if claim.value is type(extension):
-                return f"{name} of {claim.provenance}"
-        return name
+        kind = type(extension)
+        claims = self.extensions.get(kind.__name__, ())
+        origins = [f" of {claim.provenance}" for claim in claims if claim.value is kind]
+        return kind.__name__ + "".join(origins)
 
 
 def has_methods(module: Module, behind: Mapping[Any, Any]) -> bool:

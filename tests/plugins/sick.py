@@ -8,6 +8,7 @@ from typing import Any
 from backpack_core import plugins
 from backpack_core.cli.inspection import report
 from backpack_core.cli.reports import Report
+from backpack_core.discovery import Plugin
 
 SCALE = """
 import torch
@@ -235,7 +236,7 @@ SICK = {
 ELSEWHERE = {"prints", "slow import", "SystemExit", "import error", "two with one name"}
 
 
-def loaded_here(installed: list[plugins.Plugin], limit: float) -> list[Report]:
+def loaded_here(installed: list[Plugin], limit: float) -> list[Report]:
     """What another process would report of plugins, without its start."""
     reports: list[Report] = []
     plugins.load_all(lambda plugin: reports.append(report(plugin)))

@@ -13,6 +13,7 @@ from torch import nn
 
 import backpack_core
 from backpack_core import extend, plugins
+from backpack_core.discovery import Plugin
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
 from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
@@ -24,7 +25,7 @@ NORM_POINT = {"norm": "norm_module:GradNorm"}
 NORM_MODULE = {"norm_module": NORM}
 
 
-def found(name: str) -> plugins.Plugin:
+def found(name: str) -> Plugin:
     (plugin,) = (p for p in plugins.known_plugins() if p.name == name)
     return plugin
 
