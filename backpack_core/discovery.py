@@ -1,11 +1,7 @@
 """Finds the installed plugins and what they provide, and decides which may load.
 
 A distribution declares plugins as entry points of the group ``backpack``. Finding them reads the
-``entry_points.txt`` of each distribution, and the metadata of those that declare plugins. A file
-beside a plugin's code says what it provides, so that a message can name a plugin that is not
-loaded. The file is a JSON object. Its keys are names of extensions (``"KFAC"``) and of module types
-with a rule (``"torch.nn.modules.linear.Linear"``); its values are the classes behind them
-(``"package.module:Class"``). ``backpack certify`` writes it.
+``entry_points.txt`` of each distribution, and the metadata of those that declare plugins.
 
 This module imports neither plugins nor torch, so that the command line starts fast.
 """
@@ -18,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -188,29 +183,10 @@ def name_of(dist: Any) -> str:
     return str(getattr(dist, "_normalized_name", None) or dist)
 
 
-PROVIDES = "backpack-provides.json"
 # What our own distributions provide, so that messages can name those that are not installed.
 OUR_PLUGINS = Path(__file__).with_name("known-plugins.json")
 
 
-def home_of(package: str) -> Path | None:
-    """The folder of a package, or the file of a module, without importing it; else ``None``."""
-    try:
-        spec = find_spec(package.partition(".")[0])
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin)
-    return file.parent if spec.submodule_search_locations else file
-
-
-def beside(home: Path, name: str) -> Path:
-    """The path of a file about a package, or about a single module."""
-    return home / name if home.is_dir() else home.with_suffix(f".{name}")
-
-
 def our_plugins() -> dict[str, list[str]]:
     """What distributions that the core knows provide, installed or not, by distribution."""
-    known: dict[str, list[str]] = json.loads(OUR_PLUGINS.read_text("utf-8"))
-    return known
+    return dict(json.loads(OUR_PLUGINS.read_text("utf-8")))

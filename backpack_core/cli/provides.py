@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from backpack_checks.providers import declared_by
-from backpack_core.discovery import PROVIDES, Plugin
+from backpack_core.cli.certificate import PROVIDES
+from backpack_core.discovery import Plugin
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import qualified_name
 

@@ -77,7 +77,7 @@ def vet(cls: type, module: Module | None = None, is_new: bool = False, who: obje
 def faults_of(candidate: Candidate) -> list[str]:
     """The faults that all judges find, one sentence each; those of an abstract class come first."""
     if missing := sorted(getattr(candidate.cls, "__abstractmethods__", ())):
-        near = nearest(missing[0], vars(candidate.cls)).replace("mean", "mean it by")
+        near = nearest(missing[0], vars(candidate.cls)).replace("you mean", "you mean it by", 1)
         return [f"it does not implement {', '.join(missing)}{near}"]
     return [text for each in JUDGES for text in each(candidate)]
 

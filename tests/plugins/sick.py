@@ -173,7 +173,7 @@ SICK = {
     ),
     "two with one name": Sick(
         two(NORM, NORM.replace("GradNorm", "OtherNorm"), ("same", "same"), "GradNorm"),
-        "the plugin name 'same' is claimed by backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
+        "claim the name 'same': backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
         "BACKPACK_PREFER=same=backpack-plugin-one",
         "Several plugins claim the name 'same'",
         who="backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
@@ -185,7 +185,7 @@ SICK = {
             ("first", "second"),
             "LinearRule",
         ),
-        "the layer rule for torch.nn.modules.linear.Bilinear is claimed by",
+        "claim the layer rule for 'torch.nn.modules.linear.Bilinear': backpack-plugin-",
         "BACKPACK_PREFER=torch.nn.modules.linear.Bilinear=backpack-plugin-",
         who="backpack-plugin-",
     ),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,11 @@ import importlib_metadata
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import discovery, errors
+from backpack_core import errors
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
-from backpack_core.cli.certify import certify, into_wheels, project, text_of
+from backpack_core.cli.certify import certify, into_wheels, project
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
@@ -29,6 +30,10 @@ from backpack_core.plugins import loading
 from tests.distributions import FakeDistribution
 
 from sick import NORM  # isort: skip
+
+
+def text_of(made: Certificate) -> str:
+    return certificate.json_of(asdict(made))
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +160,7 @@ def wheel_of(package: Path) -> Path:
 )
 def test_a_package_proves_itself(package: Path) -> None:
     """From its tests to a wheel that holds what they found."""
-    told = discovery.beside(package / "backpack_plugin_proved", discovery.PROVIDES)
+    told = certificate.beside(package / "backpack_plugin_proved", certificate.PROVIDES)
     as_made = told.read_text()
     wheel = wheel_of(package)
     told.write_text('{"torch.nn.Linear": "backpack_plugin_proved:Other"}')
@@ -174,14 +179,14 @@ def test_a_package_proves_itself(package: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
         assert inside == file_of(home).read_bytes()
-        said = json.loads(file.read(f"backpack_plugin_proved/{discovery.PROVIDES}"))
+        said = json.loads(file.read(f"backpack_plugin_proved/{certificate.PROVIDES}"))
         assert said == json.loads(as_made)
         record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
         assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
     hook: Any = SimpleNamespace(root=str(package), target_name="wheel")
     data: dict[str, Any] = {"force_include": {}}
     Certify.initialize(hook, "standard", data)  # the certificate is there, so nothing is run
-    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, discovery.PROVIDES)]
+    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, certificate.PROVIDES)]
     assert list(data["force_include"].values()) == names
     source = home / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")

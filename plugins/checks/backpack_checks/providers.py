@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
-from backpack_core.discovery import PROVIDES, Plugin, beside, home_of, our_plugins
+from backpack_core.cli.certificate import PROVIDES, beside, home_of
+from backpack_core.discovery import Plugin, our_plugins
 from backpack_core.plugins import loading
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
 from backpack_core.plugins.registry import registry

@@ -21,8 +21,7 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.cli.certificate import digest, version_of
-from backpack_core.discovery import home_of
+from backpack_core.cli.certificate import digest, home_of, version_of
 from backpack_core.errors import UsageError, nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
