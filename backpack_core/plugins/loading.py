@@ -44,15 +44,14 @@ def ensure_loaded() -> None:
     if _loaded:
         return
     with lock:
-        if _loading or _loaded:  # a plugin may ask for an extension while it is imported
-            return
-        load_all(_raise_if_strict)
-        for _, broken in groupby(failures(), key=attrgetter("distribution")):
-            errors.warn(
-                f"{load_error(*broken)}\nEverything that does not need it works. `backpack doctor` "
-                "shows more.",
-                errors.BrokenPluginWarning,
-            )
+        if not (_loading or _loaded):  # a plugin may ask for an extension while it is imported
+            load_all(_raise_if_strict)
+            for _, broken in groupby(failures(), key=attrgetter("distribution")):
+                errors.warn(
+                    f"{load_error(*broken)}\nEverything that does not need it works. `backpack "
+                    "doctor` shows more.",
+                    errors.BrokenPluginWarning,
+                )
 
 
 def load_all(after: Callable[[Plugin], None]) -> None:
