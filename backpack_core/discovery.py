@@ -1,11 +1,7 @@
 """Finds the installed plugins and what they provide, and decides which may load.
 
 A distribution declares plugins as entry points of the group ``backpack``. Finding them reads the
-``entry_points.txt`` of each distribution, and the metadata of those that declare plugins. A file
-beside a plugin's code says what it provides, so that a message can name a plugin that is not
-loaded. The file is a JSON object. Its keys are names of extensions (``"KFAC"``) and of module types
-with a rule (``"torch.nn.modules.linear.Linear"``); its values are the classes behind them
-(``"package.module:Class"``). ``backpack certify`` writes it.
+``entry_points.txt`` of each distribution, and the metadata of those that declare plugins.
 
 This module imports neither plugins nor torch, so that the command line starts fast.
 """
@@ -15,26 +11,22 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from backpack_core.errors import PluginError, nearest
-from backpack_core.preferences import Provenance, canonical, conflict, preferred_of
+from backpack_core.errors import PluginConflictError, PluginError, nearest
+from backpack_core.preferences import Claim, Provenance, canonical, choose, names_in
 
 GROUP = "backpack"
 
 State = Literal["not loaded", "loaded", "blocked", "failed", "conflict"]
 
-_VALUE = re.compile(r"(?P<module>[\w.]+)\s*(?::\s*(?P<attribute>[\w.]+))?\s*(\[.*\])?$")
 
-
-@dataclass
+@dataclass(eq=False)
 class Plugin:
     """One entry point of the group ``backpack``.
 
@@ -43,19 +35,19 @@ class Plugin:
         value: The object that it names, as ``"package.module:Class"``.
         distribution: The installed distribution that declares it.
         version: Its version; empty if the distribution has no metadata.
+        requires: The normalised names of the distributions that it requires, directly or by other
+            distributions with plugins.
         state: Whether it is loaded, or why not.
         error: The exception that it failed with.
-        users: Distributions that require this one, directly or not, and the names of their
-            plugins.
     """
 
     name: str
     value: str
     distribution: str
     version: str
+    requires: frozenset[str] = frozenset()
     state: State = "not loaded"
     error: BaseException | None = None
-    users: frozenset[str] = frozenset()
 
     @property
     def provenance(self) -> Provenance:
@@ -63,49 +55,46 @@ class Plugin:
         return Provenance(self.name, self.distribution, self.version)
 
     @property
-    def attribute(self) -> str:
-        """The class that the entry point names; empty if it names a module."""
-        return self.value.partition(":")[2].strip()
-
-    @property
     def package(self) -> str:
         """The top-level package or module of the entry point."""
-        return self.value.partition(":")[0].partition(".")[0].strip()
+        return re.split(r"[.:\s]", self.value.strip())[0]
+
+    @property
+    def attribute(self) -> str:
+        """The class that the entry point names; empty if it names a module."""
+        return self.value.partition(":")[2].partition("[")[0].strip()  # extras follow in brackets
 
     def find(self) -> Any:
         """Import the object that the entry point names.
 
         Raises:
-            PluginError: The value is not ``"package.module:attribute"``, or the module has no such
-                attribute.
+            PluginError: The module has no such attribute.
         """
-        match = _VALUE.match(self.value)
-        if match is None:
-            raise PluginError(
-                f"The entry point is {self.value!r}: write it as 'package.module:Class'."
-            )
-        module = import_module(match["module"])
+        name = self.value.partition(":")[0].strip()
+        module = import_module(name)
         try:
-            return attrgetter(match["attribute"])(module) if match["attribute"] else module
+            return attrgetter(self.attribute)(module) if self.attribute else module
         except AttributeError as error:
             raise PluginError(
-                f"The entry point names {self.value!r}, but the module {match['module']} has no "
-                f"{match['attribute']!r}{nearest(match['attribute'], vars(module)) or '.'}"
+                f"The entry point names {self.value!r}, but the module {name} has no "
+                f"{self.attribute!r}{nearest(self.attribute, vars(module)) or '.'}"
             ) from error
 
 
 def discover() -> list[Plugin]:
     """List installed plugins, sorted by distribution and name."""
-    declared = [*declarations()]
-    users = _users(declared)
-    plugins = [
-        Plugin(point.name, point.value, each.name, each.version, users=users[canonical(each.name)])
-        for each in declared
-        for point in each.entry_points
-    ]
-    plugins.sort(key=lambda plugin: (plugin.distribution, plugin.name))
+    plugins = sorted(_declared(), key=lambda plugin: (plugin.distribution, plugin.name))
+    requires = {canonical(plugin.distribution): plugin.requires for plugin in plugins}
+    for plugin in plugins:
+        plugin.requires = _closure(plugin.requires, requires)
     settle(plugins)
     return plugins
+
+
+def _closure(names: frozenset[str], requires: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Some distributions, and all that these require."""
+    more = names.union(*(requires.get(name, ()) for name in names))
+    return names if more == names else _closure(more, requires)
 
 
 def settle(plugins: list[Plugin]) -> None:
@@ -113,89 +102,52 @@ def settle(plugins: list[Plugin]) -> None:
 
     Args:
         plugins: All installed plugins. Their ``state`` and ``error`` are set anew, unless they were
-            loaded already.
+            loaded, or tried, and still may be.
     """
-    by_name: dict[str, list[Plugin]] = {}
+    allowed = _allowed(plugins)
     for plugin in plugins:
-        if plugin.state != "failed":
-            allowed = is_allowed(plugin)
-            if not allowed or plugin.state != "loaded":
-                plugin.state, plugin.error = ("not loaded" if allowed else "blocked"), None
-        if plugin.state != "blocked":
-            by_name.setdefault(plugin.name, []).append(plugin)
-    for name, rivals in by_name.items():
-        if len(rivals) > 1:
-            chosen = preferred_of(name, rivals)
-            error = conflict("have the name", name, (p.provenance for p in rivals))
-            for plugin in rivals:
-                if chosen is None:
-                    plugin.state, plugin.error = "conflict", error
-                elif plugin is not chosen:
-                    plugin.state, plugin.error = "blocked", None
+        rivals = [Claim(p, p.provenance) for p in allowed if p.name == plugin.name]
+        try:
+            may_load = plugin in allowed and choose(rivals, plugin.name, "name").value is plugin
+        except PluginConflictError as error:
+            plugin.state, plugin.error = "conflict", error
+            continue
+        if not may_load:
+            plugin.state, plugin.error = "blocked", None
+        elif plugin.state not in ("loaded", "failed"):
+            plugin.state, plugin.error = "not loaded", None
 
 
-def is_allowed(plugin: Plugin) -> bool:
-    """Whether the environment's allow-list and block-list let a plugin load.
+def _allowed(plugins: list[Plugin]) -> list[Plugin]:
+    """The plugins that the environment lets load.
 
-    Both lists name plugins (entry points) or distributions. If a plugin is allowed, so are the
-    libraries that it requires. ``BACKPACK_REQUIRE_CERTIFIED=1`` allows only plugins with a
-    certificate that is valid for the installed code and versions.
+    The allow-list and the block-list name plugins (entry points) or distributions. If a plugin is
+    allowed, so are the libraries that it requires. ``BACKPACK_REQUIRE_CERTIFIED=1`` allows only
+    plugins with a certificate that is valid for the installed code and versions. *Gates* decide
+    this, entry points of ``backpack.gates``: the core does not know their criteria.
     """
-    names = {canonical(plugin.name), canonical(plugin.distribution)}
-    allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
-    if allowed is not None and not (names | plugin.users) & _names(allowed):
-        return False
-    is_strict = os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0")
-    if is_strict and {gate(plugin) for gate in _gates("certified")} != {True}:
-        return False  # nothing may load if no gate is installed
-    return not names & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
+    listed = os.environ.get("BACKPACK_LOAD_PLUGINS")
+    if listed is not None:
+        named = names_in(listed)
+        chosen = [plugin for plugin in plugins if plugin.provenance.names & named]
+        required = named.union(*(plugin.requires for plugin in chosen))
+        plugins = [p for p in plugins if p in chosen or canonical(p.distribution) in required]
+    blocked = names_in(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
+    plugins = [p for p in plugins if not p.provenance.names & blocked]
+    if os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0"):
+        from importlib_metadata import entry_points
+
+        gates = [point.load() for point in entry_points(group=f"{GROUP}.gates", name="certified")]
+        # Nothing may load if no gate is installed.
+        plugins = [p for p in plugins if gates and all(gate(p) for gate in gates)]
+    return plugins
 
 
-@cache
-def _gates(name: str) -> list[Callable[[Plugin], bool]]:
-    """The functions that say whether a plugin may load: entry points of ``backpack.gates``.
+def _declared() -> Iterator[Plugin]:
+    """The plugins that distributions declare, with what these require directly.
 
-    The core does not know their criteria. They are imported only if they are needed.
-    """
-    from importlib_metadata import entry_points
-
-    return [point.load() for point in entry_points(group=f"{GROUP}.gates", name=name)]
-
-
-def _names(text: str) -> set[str]:
-    return {canonical(name) for name in text.split(",") if name.strip()}
-
-
-class Declaration(NamedTuple):
-    """The metadata of a distribution that declares plugins."""
-
-    name: str
-    version: str
-    entry_points: list[Any]
-    requires: frozenset[str] = frozenset()
-
-
-def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
-    """By distribution: those that require it, directly or not, and the names of their plugins."""
-    requires = {canonical(each.name): each.requires for each in declared}
-    names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in declared}
-
-    def all_required(user: str, seen: set[str]) -> set[str]:
-        for other in requires.get(user, frozenset()) - seen:
-            seen |= {other, *all_required(other, seen | {other})}
-        return seen
-
-    closure = {user: all_required(user, set()) for user in requires}
-    return {
-        name: frozenset().union(*({u, *names[u]} for u, needs in closure.items() if name in needs))
-        for name in requires
-    }
-
-
-def declarations() -> Iterator[Declaration]:
-    """The metadata of each distribution that declares plugins.
-
-    Only their metadata is parsed. Parsing that of all distributions takes several times as long.
+    Only the metadata of those that declare plugins is parsed. Parsing that of all distributions
+    takes several times as long.
     """
     from email.parser import HeaderParser
 
@@ -205,26 +157,25 @@ def declarations() -> Iterator[Declaration]:
     for dist in distributions():
         # Python imports the first distribution of a name on the path. A folder without metadata was
         # left by an interrupted removal.
-        name = name_of(dist)
-        first = visible.setdefault(name, dist)
-        if first is not dist and first.read_text("METADATA"):
-            continue
-        visible[name] = dist
+        first = visible.setdefault(name_of(dist), dist)
+        if first is not dist and not first.read_text("METADATA"):
+            visible[name_of(dist)] = dist
+    for name, dist in visible.items():
         if f"[{GROUP}]" not in (dist.read_text("entry_points.txt") or ""):
             continue
         try:
             entry_points = [*dist.entry_points.select(group=GROUP)]
         except TypeError:  # a line is not an entry point
             continue
-        if entry_points:
-            # Not ``dist.metadata``: importing its parser takes longer than everything else here.
-            text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
-            headers = HeaderParser().parsestr(text)
-            needed = [r for r in headers.get_all("Requires-Dist", ()) if "extra ==" not in r]
-            matches = [re.match(r"[\w.-]+", requirement) for requirement in needed]
-            requires = frozenset(canonical(match[0]) for match in matches if match)
-            distribution = headers.get("Name") or canonical(name)
-            yield Declaration(distribution, headers.get("Version") or "", entry_points, requires)
+        # Not ``dist.metadata``: importing its parser takes longer than everything else here.
+        headers = HeaderParser().parsestr(
+            dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+        )
+        needed = [r for r in headers.get_all("Requires-Dist", ()) if "extra ==" not in r]
+        requires = frozenset(canonical(re.split(r"[^\w.-]", r, maxsplit=1)[0]) for r in needed)
+        distribution, version = headers.get("Name") or canonical(name), headers.get("Version") or ""
+        for point in entry_points:
+            yield Plugin(point.name, point.value, distribution, version, requires)
 
 
 def name_of(dist: Any) -> str:
@@ -232,43 +183,10 @@ def name_of(dist: Any) -> str:
     return str(getattr(dist, "_normalized_name", None) or dist)
 
 
-PROVIDES = "backpack-provides.json"
 # What our own distributions provide, so that messages can name those that are not installed.
 OUR_PLUGINS = Path(__file__).with_name("known-plugins.json")
 
 
-def home_of(package: str) -> Path | None:
-    """The folder of a package, or the file of a module, without importing it; else ``None``."""
-    try:
-        spec = find_spec(package.partition(".")[0])
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin)
-    return file.parent if spec.submodule_search_locations else file
-
-
-def beside(home: Path, name: str) -> Path:
-    """The path of a file about a package, or about a single module."""
-    return home / name if home.is_dir() else home.with_suffix(f".{name}")
-
-
-def declared_by(package: str) -> dict[str, str]:
-    """What the file of a package declares; empty if there is no valid file."""
-    home = home_of(package)
-    declared = _read(beside(home, PROVIDES)) if home else {}
-    return {str(key): value for key, value in declared.items() if isinstance(value, str)}
-
-
 def our_plugins() -> dict[str, list[str]]:
     """What distributions that the core knows provide, installed or not, by distribution."""
-    return _read(OUR_PLUGINS)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return dict(json.loads(OUR_PLUGINS.read_text("utf-8")))

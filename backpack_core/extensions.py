@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from backpack_core.discovery import our_plugins
-from backpack_core.errors import MissingPluginError, nearest
-from backpack_core.plugins.loading import ensure_loaded, load_provider, missing
+from backpack_core.errors import nearest
+from backpack_core.plugins.loading import ensure_loaded, known_plugins, load, missing
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import choose
 
@@ -14,14 +14,15 @@ from backpack_core.preferences import choose
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
-    if not name[:1].isupper():
-        if not name.startswith("_") and (near := _near(name)):
-            raise MissingPluginError(f"No extension has the name {name!r}{near}")
+    if name.startswith("_") or not (name[:1].isupper() or _near(name)):
         # Tools that only ask whether a name exists expect this error.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
     if name not in registry.extensions:
-        load_provider(name)  # while a plugin is loaded, it may ask for the class of a later one
+        # While a plugin is loaded, it may ask for the class of a later one.
+        for plugin in known_plugins():
+            if plugin.attribute == name:
+                load(plugin)
     if claims := registry.extensions.get(name):
         return choose(claims, name, "extension").value
     raise missing(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -32,6 +31,11 @@ class Provenance(NamedTuple):
     plugin: str
     distribution: str = ""
     version: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        """The normalised names by which users may mean it: of the plugin, and the distribution."""
+        return {canonical(name) for name in self[:2] if name}
 
     def __str__(self) -> str:
         """As ``"backpack-plugin-scale 0.1"``."""
@@ -64,40 +68,28 @@ def preference(key: str) -> str:
     return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
 
 
-def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
-    """The plugin or claim that is preferred for a key, of several; ``None`` if there is none."""
-    wanted = canonical(preference(key))
-    named = [(rival, map(canonical, rival.provenance[:2])) for rival in rivals]
-    chosen = [rival for rival, names in named if wanted and wanted in names]
-    return chosen[0] if len(chosen) == 1 else None
-
-
 def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
     """The only claim on a key, or the preferred one of several.
+
+    Args:
+        claims: All claims on the key.
+        key: The key, as :func:`backpack_core.prefer` takes it.
+        what: What is claimed, as the message puts it before the key.
 
     Raises:
         PluginConflictError: There are several, and none is preferred.
     """
-    chosen: Claim[T] | None = claims[0] if len(claims) == 1 else preferred_of(key, claims)
-    if chosen is None:
-        raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
-    return chosen
-
-
-def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConflictError:
-    """The error for several plugins that claim one key.
-
-    Args:
-        claim: What they do, as the message puts it before the key.
-        key: The key to pass to :func:`backpack_core.prefer`.
-        rivals: The plugins.
-    """
-    who = sorted(rivals, key=str)
-    first, wanted = who[0].distribution or who[0].plugin, preference(key)
+    wanted = preference(key)
+    is_one = len(claims) == 1
+    chosen = claims if is_one else [c for c in claims if canonical(wanted) in c.provenance.names]
+    if len(chosen) == 1:
+        return chosen[0]
+    who = sorted((claim.provenance for claim in claims), key=str)
+    first = who[0].distribution or who[0].plugin
     undecided = f" ({wanted!r} is preferred, which does not tell them apart.)" if wanted else ""
-    return PluginConflictError(
-        f"Several plugins {claim} {key!r}: {' and '.join(map(str, who))}.{undecided} Uninstall "
-        f"all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
+    raise PluginConflictError(
+        f"Several plugins claim the {what} {key!r}: {' and '.join(map(str, who))}.{undecided} "
+        f"Uninstall all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
         f"BACKPACK_PREFER={key}={first}."
     )
 
@@ -105,6 +97,11 @@ def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConfli
 def canonical(name: str) -> str:
     """The normalised name of a distribution or plugin, as package indexes write it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def names_in(text: str) -> set[str]:
+    """The normalised names in a list with commas."""
+    return {canonical(name) for name in text.split(",") if name.strip()}
 
 
 def qualified_name(key: str | type) -> str:

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from backpack_core import discovery
-from backpack_core.cli.certificate import json_of
+from backpack_core.cli.certificate import PROVIDES, beside, home_of, json_of
 from backpack_core.cli.provides import provided_by
-from backpack_core.discovery import beside
 from backpack_core.plugins import ensure_loaded, known_plugins
 
 
@@ -24,9 +23,9 @@ def files(distributions: Iterable[str]) -> dict[Path, str]:
     for name in distributions:
         by_package = provided_by(p for p in known_plugins() if p.distribution == name)
         for package, provided in by_package.items():
-            home = discovery.home_of(package)
+            home = home_of(package)
             assert home is not None
-            texts[beside(home, discovery.PROVIDES)] = json_of(provided)
+            texts[beside(home, PROVIDES)] = json_of(provided)
         table[name] = sorted(name for provided in by_package.values() for name in provided)
     return {**texts, discovery.OUR_PLUGINS: json_of(table)}
 

@@ -136,15 +136,12 @@ def support(
     Examples: `backpack support`, `backpack support mypackage.nets:make_resnet -e KFAC`
     """
     from backpack_core.cli import output
+    from backpack_core.cli.support import table_of_model, table_of_rules
 
     if model is None:
-        from backpack_core.cli.support import table_of_rules
-
         gc.freeze()  # imported modules are not collected; scanning them took a third of the time
         table = table_of_rules(tuple(extension or ()))
     else:
-        from backpack_core.cli.support import table_of_model
-
         table = table_of_model(model, tuple(extension or ()))
     if as_json:
         output.print_json([row.as_json() for row in table])

@@ -12,17 +12,17 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from importlib_metadata import PackageNotFoundError, version
 
-from backpack_core.discovery import beside, home_of
-
 if TYPE_CHECKING:
     from backpack_core.discovery import Plugin
 
 NAME = "backpack-certificate.json"
+PROVIDES = "backpack-provides.json"
 FORMAT = 1
 
 # From best to worst.
@@ -58,6 +58,23 @@ class Certificate:
     worst: dict[str, Any]
     unchecked: list[str] = field(default_factory=list)
     format: int = FORMAT
+
+
+def home_of(package: str) -> Path | None:
+    """The folder of a package, or the file of a module, without importing it; else ``None``."""
+    try:
+        spec = find_spec(package.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin)
+    return file.parent if spec.submodule_search_locations else file
+
+
+def beside(home: Path, name: str) -> Path:
+    """The path of a file about a package, or about a single module."""
+    return home / name if home.is_dir() else home.with_suffix(f".{name}")
 
 
 def file_of(home: Path) -> Path:
@@ -129,5 +146,4 @@ def version_of(distribution: str) -> str:
 
 def _minor(text: str) -> str:
     """The part of a version that is compared: ``"2.13"`` of ``"2.13.1+cpu"``."""
-    match = re.match(r"\d+\.\d+", text)
-    return match[0] if match else text
+    return "".join(re.findall(r"^\d+\.\d+", text)) or text

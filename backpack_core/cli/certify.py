@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backpack_core import discovery
 from backpack_core.cli.certificate import (
     NAME,
+    PROVIDES,
     Certificate,
+    beside,
     digest,
     digest_of,
     file_of,
@@ -126,16 +127,11 @@ def _certified(
     versions = version_of("backpack-core"), version_of("torch")
     for home in package.homes:
         certificate = Certificate(package.name, digest(home), *versions, checks, closest, unchecked)
-        file_of(home).write_text(text_of(certificate), "utf-8")
+        file_of(home).write_text(json_of(asdict(certificate)), "utf-8")
         if home.stem in provides:  # it is installed
             text = json_of(provides[home.stem])
-            discovery.beside(home, discovery.PROVIDES).write_text(text, "utf-8")
+            beside(home, PROVIDES).write_text(text, "utf-8")
         yield file_of(home), certificate
-
-
-def text_of(certificate: Certificate) -> str:
-    """The text of a certificate's file."""
-    return json_of(asdict(certificate))
 
 
 def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:
@@ -166,8 +162,7 @@ def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:
                 f"No certificate was written for {names}, because tests fail.{absent}\n"
                 + (result.stdout + result.stderr).strip()[-3000:]
             )
-        recorded: list[Any] = json.loads(ledger.read_text("utf-8"))
-    return recorded
+        return list(json.loads(ledger.read_text("utf-8")))
 
 
 def into_wheels(place: Path, certificates: Mapping[Path, Certificate]) -> list[Path]:
@@ -215,7 +210,7 @@ def _into_wheel(wheel: Path, certificates: Mapping[Path, Certificate]) -> None:
                 f"{wheel.name} contains code other than that certified. Build it again, then: "
                 "backpack certify FOLDER --wheel dist/NAME.whl."
             )
-        for name in (NAME, discovery.PROVIDES):
+        for name in (NAME, PROVIDES):
             source = path.with_name(path.name.replace(NAME, name))
             if source.exists():
                 entries[inside + name if is_package else source.name] = source.read_bytes()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from importlib_metadata import distributions, entry_points
@@ -17,9 +18,9 @@ from backpack_core.cli.listing import worst
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
 from backpack_core.discovery import GROUP, Plugin, name_of
-from backpack_core.errors import nearest
+from backpack_core.errors import PluginConflictError, nearest
 from backpack_core.plugins import loading as plugins
-from backpack_core.preferences import canonical, preference
+from backpack_core.preferences import Claim, Provenance, canonical, choose
 
 SEVERITIES = ("fault", "warning", "note")
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
@@ -121,13 +122,8 @@ def _of_others() -> Iterator[Finding]:
 
 def _judge(report: Report, limit: float) -> Iterator[Finding]:
     """Everything that is wrong with a single plugin."""
-
-    def fault(problem: str, remedy: str) -> Finding:
-        return Finding("fault", report.who, report.name, problem, remedy)
-
-    def warning(problem: str, remedy: str) -> Finding:
-        return Finding("warning", report.who, report.name, problem, remedy)
-
+    fault = partial(Finding, "fault", report.who, report.name)
+    warning = partial(Finding, "warning", report.who, report.name)
     update = (
         f"Update or uninstall {report.distribution}, or set BACKPACK_BLOCK_PLUGINS={report.name}."
     )
@@ -180,25 +176,23 @@ def _lower(sentence: str) -> str:
 
 def _conflicts(reports: list[Report]) -> Iterator[Finding]:
     """Names of plugins, and keys of what they provide, that several claim."""
-    claims: dict[tuple[str, str], dict[Any, Report]] = {}
+    claims: dict[tuple[str, str], dict[Any, Claim[Report]]] = {}
     for report in reports:
+        claim = Claim(report, Provenance(report.name, report.distribution, report.version))
         if report.state == "conflict":
-            what = (f"the plugin name {report.name!r}", report.name)
-            claims.setdefault(what, {})[report.identity] = report
+            claims.setdefault(("name", report.name), {})[claim.provenance] = claim
         for provided in report.provides:
-            what = (f"the {provided.kind} for {provided.key}", provided.key)
-            claims.setdefault(what, {}).setdefault(provided.implementation, report)
-    for (claim, key), found in claims.items():
-        wanted, rivals = canonical(preference(key)), [*found.values()]
-        settled = [r for r in rivals if wanted in map(canonical, r.identity)]
-        if len(rivals) > 1 and len(settled) != 1:
-            who = " and ".join(report.who for report in rivals)
-            names = ", ".join(dict.fromkeys(report.name for report in rivals))
-            first = rivals[0].distribution
-            call = f"backpack_core.prefer({first!r}, {key!r})"
-            remedy = f"Uninstall all but one, call {call}, or set BACKPACK_PREFER={key}={first}."
-            problem = f"in conflict: {claim} is claimed by {who}"
-            yield Finding("fault", who, names, problem, remedy)
+            rivals = claims.setdefault((f"{provided.kind} for", provided.key), {})
+            rivals.setdefault(provided.implementation, claim)
+    for (what, key), found in claims.items():
+        try:
+            choose([*found.values()], key, what)
+        except PluginConflictError as error:
+            own = [claim.value for claim in found.values()]
+            who = " and ".join(report.who for report in own)
+            names = ", ".join(dict.fromkeys(report.name for report in own))
+            problem, _, remedy = str(error).partition(". ")
+            yield Finding("fault", who, names, f"in conflict: {problem}", remedy)
 
 
 def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
@@ -232,8 +226,7 @@ def _certificates(reports: list[Report]) -> Iterator[Finding]:
     for report in reports:
         by_who.setdefault(report.who, []).append(report.standing)
     for who, standings in by_who.items():
-        problem = problems.get(worst(standings))
-        if problem is not None:
+        if problem := problems.get(worst(standings)):
             remedy = "Authors: run `backpack certify` again, in the folder of its pyproject.toml."
             yield Finding("warning", who, "", problem, remedy)
 

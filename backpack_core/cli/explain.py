@@ -118,8 +118,7 @@ def _rows(net: _Net, extension: type[Extension], refused: str | None) -> Iterato
 
 
 def _parameters(module: Module) -> list[tuple[str, Tensor]]:
-    resolved = registry.resolve(module)
-    inside = not resolved.rule.transparent
+    inside = not registry.resolve(module).rule.transparent
     return [(n, p) for n, p in module.named_parameters(recurse=inside) if p.requires_grad]
 
 

@@ -15,9 +15,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
-from backpack_core.cli.certificate import digest, file_of, read
+from backpack_core.cli.certificate import PROVIDES, beside, digest, file_of, read
 from backpack_core.cli.certify import certify, project
-from backpack_core.discovery import PROVIDES, beside
 
 
 class Certify(BuildHookInterface):  # type: ignore[type-arg]

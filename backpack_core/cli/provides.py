@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from backpack_core import discovery
+from backpack_checks.providers import declared_by
+from backpack_core.cli.certificate import PROVIDES
 from backpack_core.discovery import Plugin
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import qualified_name
@@ -44,6 +45,6 @@ def class_named(value: Any) -> str:
 def untrue(plugin: Plugin) -> Iterator[str]:
     """Sentences about what a loaded plugin's file declares, but the plugin does not provide."""
     provided = provided_by([plugin]).get(plugin.package, {})
-    for name, value in discovery.declared_by(plugin.package).items():
+    for name, value in declared_by(plugin.package).items():
         if value == plugin.value and qualified_name(name) not in provided:
-            yield f"{discovery.PROVIDES} says that it provides {name}, but it does not"
+            yield f"{PROVIDES} says that it provides {name}, but it does not"

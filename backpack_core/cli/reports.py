@@ -84,8 +84,3 @@ class Report:
     def who(self) -> str:
         """The distribution and its version."""
         return f"{self.distribution} {self.version}".rstrip()
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """Distribution and name, which identify a plugin."""
-        return self.distribution, self.name

@@ -24,6 +24,7 @@ def main(channel: Any, culprits: Iterable[int]) -> None:
     """
     from backpack_core import plugins
     from backpack_core.cli.inspection import report
+    from backpack_core.discovery import Plugin
 
     installed = plugins.known_plugins()  # reads metadata, which is no plugin's time
     for number in culprits:
@@ -43,7 +44,7 @@ def main(channel: Any, culprits: Iterable[int]) -> None:
         captured.truncate()
         return text
 
-    def tell(plugin: plugins.Plugin) -> None:
+    def tell(plugin: Plugin) -> None:
         nonlocal started
         seconds, output = time.perf_counter() - started, printed()
         result = report(plugin)

@@ -69,17 +69,16 @@ def vet(cls: type, module: Module | None = None, is_new: bool = False, who: obje
     Raises:
         PluginError: It is abstract, or a judge finds a fault.
     """
-    missing = getattr(cls, "__abstractmethods__", ())
-    if missing:
-        near = nearest(min(missing), vars(cls)).replace("did you mean", "did you mean it by") or "."
-        raise PluginError(f"{with_line(cls)} does not implement {', '.join(sorted(missing))}{near}")
     if faults := faults_of(Candidate(cls, module, is_new)):
         whose = f" of {who}" if who else ""
         raise PluginError(f"{with_line(cls)}{whose}: {'; '.join(faults)}.".replace("?.", "?"))
 
 
 def faults_of(candidate: Candidate) -> list[str]:
-    """The faults that all judges find, one sentence each."""
+    """The faults that all judges find, one sentence each; those of an abstract class come first."""
+    if missing := sorted(getattr(candidate.cls, "__abstractmethods__", ())):
+        near = nearest(missing[0], vars(candidate.cls)).replace("you mean", "you mean it by", 1)
+        return [f"it does not implement {', '.join(missing)}{near}"]
     return [text for each in JUDGES for text in each(candidate)]
 
 

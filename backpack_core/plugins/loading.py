@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from torch.nn import Module
 
-from backpack_core import discovery, errors, preferences
-from backpack_core.discovery import Plugin
+from backpack_core import errors
+from backpack_core.discovery import Plugin, discover, our_plugins, settle
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
-from backpack_core.preferences import qualified_name
+from backpack_core.preferences import preferred, qualified_name
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -29,7 +31,7 @@ def known_plugins() -> list[Plugin]:
     global _plugins
     with lock:
         if _plugins is None:
-            _plugins = discovery.discover()
+            _plugins = discover()
         return _plugins
 
 
@@ -42,10 +44,14 @@ def ensure_loaded() -> None:
     if _loaded:
         return
     with lock:
-        if _loading or _loaded:  # a plugin may ask for an extension while it is imported
-            return
-        load_all(_raise_if_strict)
-        _warn(failures())
+        if not (_loading or _loaded):  # a plugin may ask for an extension while it is imported
+            load_all(_raise_if_strict)
+            for _, broken in groupby(failures(), key=attrgetter("distribution")):
+                errors.warn(
+                    f"{load_error(*broken)}\nEverything that does not need it works. `backpack "
+                    "doctor` shows more.",
+                    errors.BrokenPluginWarning,
+                )
 
 
 def load_all(after: Callable[[Plugin], None]) -> None:
@@ -89,37 +95,17 @@ def load(plugin: Plugin) -> None:
         plugin.state, plugin.error = "failed", error
 
 
-def load_provider(name: str) -> None:
-    """Load the plugin whose entry point names a class, before all others."""
-    with lock:
-        for plugin in known_plugins():
-            if plugin.attribute == name:
-                load(plugin)
+def failures() -> list[Plugin]:
+    """Installed plugins that could not be loaded."""
+    return [p for p in known_plugins() if p.error is not None]
 
 
-def _warn(broken: list[Plugin]) -> None:
-    """Warn once for each distribution, however many of its plugins failed."""
-    by_distribution: dict[str, list[Plugin]] = {}
-    for plugin in broken:
-        by_distribution.setdefault(str(plugin.provenance), []).append(plugin)
-    for who, plugins in by_distribution.items():
-        names = ", ".join(repr(p.name) for p in plugins)
-        errors.warn(
-            f"Out of use: {names} of {who}, because of {_reason(plugins[0])}\nEverything that does "
-            "not need it works. `backpack doctor` shows more.",
-            errors.BrokenPluginWarning,
-        )
-
-
-def _reason(plugin: Plugin) -> str:
-    return f"{type(plugin.error).__name__}: {plugin.error}"
-
-
-def load_error(plugin: Plugin) -> errors.PluginLoadError:
-    """The error that says why a plugin could not be loaded."""
+def load_error(plugin: Plugin, *others: Plugin) -> errors.PluginLoadError:
+    """The error that says why a plugin could not be loaded, and others of its distribution."""
+    names = ", ".join(repr(each.name) for each in (plugin, *others))
     return errors.PluginLoadError(
-        f"The plugin {plugin.name!r} of {plugin.provenance} ({plugin.value}) could not be loaded: "
-        f"{_reason(plugin)}"
+        f"{names} of {plugin.provenance} could not be loaded: {type(plugin.error).__name__}: "
+        f"{plugin.error}"
     )
 
 
@@ -135,38 +121,9 @@ def missing(
         otherwise: What to do if no plugin is known to provide it.
     """
     text, broken = ADVISERS[-1](wanted, otherwise)
-    if broken is None and not text:
-        text, broken = _plainly(otherwise)
     error = errors.MissingPluginError(message + text)
     error.__cause__ = None if broken is None else broken.error
     return error
-
-
-def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
-    """The end of a message: which plugins declare that they provide it, and why they do not."""
-    return ADVISERS[-1](wanted, otherwise)[0] or otherwise + blocked()
-
-
-def _plainly(otherwise: str) -> tuple[str, Plugin | None]:
-    broken, text = failures(), otherwise + blocked()
-    if not broken:
-        return text, None
-    return f"{text} A plugin that may provide it is broken. {load_error(broken[0])}", broken[0]
-
-
-def _by_name(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | None]:
-    names = {str(wanted), *map(qualified_name, getattr(wanted, "__mro__", ()))}
-    homes = [h for h, own in discovery.our_plugins().items() if not names.isdisjoint(own)]
-    there = {p.distribution for p in known_plugins() if p.state == "blocked"}
-    texts = [f" {h} has it: pip install {h}." for h in homes if h not in there]
-    texts += [f" {h} has it, but is blocked: check {SWITCHES}." for h in homes if h in there]
-    return "".join(texts), None
-
-
-# Say which plugins provide what is missing: the end of a message, and a plugin that is broken.
-# A library appends one that knows more than our own distributions.
-Adviser: TypeAlias = Callable[[str | type[Module], str], tuple[str, Plugin | None]]
-ADVISERS: Final[list[Adviser]] = [_by_name]
 
 
 SWITCHES = (
@@ -174,11 +131,28 @@ SWITCHES = (
 )
 
 
-def blocked() -> str:
-    """The end of a message about something missing: which installed plugins are blocked."""
-    who = sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"})
+def advise(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | None]:
+    """The end of a message about something missing, and a broken plugin that might provide it."""
+    plugins, broken = known_plugins(), next(iter(failures()), None)
+    names = {str(wanted), *map(qualified_name, getattr(wanted, "__mro__", ()))}
+    homes = [h for h, own in our_plugins().items() if not names.isdisjoint(own)]
+    absent = [h for h in homes if h not in {plugin.distribution for plugin in plugins}]
+    if absent:
+        return "".join(f" {home} has it: pip install {home}." for home in absent), None
+    blocked = [p for p in plugins if p.state == "blocked"]
+    who = sorted({str(p.provenance) for p in blocked if not homes or p.distribution in homes})
     who[3:] = [f"{len(who) - 3} more"] * (len(who) > 3)
-    return f" Installed, but blocked: {', '.join(who)}; check {SWITCHES}." if who else ""
+    text = otherwise
+    if who:
+        text += f" Installed, but blocked: {', '.join(who)}; check {SWITCHES}."
+    if broken is not None:
+        text += f" A plugin that may provide it is broken: {load_error(broken)}"
+    return text, broken
+
+
+# The last one is asked. A library appends one that knows more than our own distributions.
+Adviser: TypeAlias = Callable[[str | type[Module], str], tuple[str, Plugin | None]]
+ADVISERS: Final[list[Adviser]] = [advise]
 
 
 def prefer(distribution: str, *keys: Any) -> None:
@@ -201,24 +175,13 @@ def prefer(distribution: str, *keys: Any) -> None:
             f"preferred for. Got {(distribution, *keys)!r:.80}."
         )
     with lock:
-        preferences.preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
+        preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
         registry.forget()
         plugins = _plugins or []
         before = [p for p in plugins if p.state == "loaded"]
-        discovery.settle(plugins)
+        settle(plugins)
         for plugin in before:
             if plugin.state != "loaded":
                 withdraw(plugin.provenance)
         for plugin in plugins if _loaded else ():
             load(plugin)
-
-
-def failures() -> list[Plugin]:
-    """Installed plugins that could not be loaded."""
-    return [p for p in known_plugins() if p.error is not None]
-
-
-def has_rule(module_type: type[Module]) -> bool:
-    """Whether an installed plugin has a layer rule for a type of module."""
-    ensure_loaded()
-    return not registry.resolve_type(module_type).is_fallback

@@ -12,7 +12,6 @@ import pluggy
 from pluggy import PluginValidationError
 
 from backpack_core import errors
-from backpack_core.contract.bases import vet
 from backpack_core.plugins import hookspecs
 from backpack_core.plugins.hookspecs import PROJECT
 from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
@@ -63,8 +62,14 @@ def _key(provenance: Provenance) -> str:
     return f"{provenance.distribution}:{provenance.plugin}"
 
 
-def enter(obj: Any, provenance: Provenance) -> None:
-    """Register everything that a plugin contributes, or nothing."""
+def enter(obj: Any, provenance: Provenance, is_new: bool = False) -> None:
+    """Register everything that a plugin contributes, or nothing.
+
+    Args:
+        obj: The plugin.
+        provenance: Its origin.
+        is_new: Whether its author is at work; see :class:`Candidate`.
+    """
     _check_version(obj, provenance)
     if (other := manager.get_name(obj)) is not None:
         raise errors.PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
@@ -72,22 +77,17 @@ def enter(obj: Any, provenance: Provenance) -> None:
     if source and provenance.distribution:
         errors.add_library_folder(source)
     try:
-        _hand_over(obj, provenance)
-        registry.add(_collect(obj), provenance)
-        _settle(obj)
-    except BaseException:
-        withdraw(provenance)
-        raise
-
-
-def _hand_over(obj: Any, provenance: Provenance) -> None:
-    try:
         manager.register(obj, _key(provenance))
-    except PluginValidationError as error:
-        raise errors.PluginError(
-            f"A hook of {provenance} does not match its specification: {error}. Write it as "
-            "backpack_core.plugins.hookspecs has it."
-        ) from error
+        registry.add(_collect(obj, is_new), provenance)
+        _settle(obj)
+    except BaseException as error:
+        withdraw(provenance)
+        if isinstance(error, PluginValidationError):
+            raise errors.PluginError(
+                f"A hook of {provenance} does not match its specification: {error}. Write it as "
+                "backpack_core.plugins.hookspecs has it."
+            ) from error
+        raise
 
 
 def _settle(obj: Any) -> None:
@@ -96,62 +96,53 @@ def _settle(obj: Any) -> None:
         storage.use(hooks.backpack_storage())
 
 
-def _collect(obj: Any) -> list[Contribution]:
-    """Call the hooks of a plugin, and check what they return; a class is its own contribution."""
-    own_hook = hook_of(obj)
-    returned_by: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
-    for caller in manager.get_hookcallers(obj) or ():
-        if not caller.has_spec():
-            raise errors.PluginError(
-                f"{caller.name} is not a hook. The hooks are {', '.join(hook_names())}."
-            )
-        if caller.name in hookspecs.OF_PASSES:
-            returned_by[caller.name] = ()
-            continue
-        implementations = [each for each in caller.get_hookimpls() if each.plugin is obj]
-        returned_by[caller.name] = returned = implementations[0].function()
-        if not isinstance(returned, Iterable):
-            raise errors.PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
-    if not returned_by:
+def _collect(obj: Any, is_new: bool) -> list[Contribution]:
+    """What a class is itself, and what the hooks of a plugin return, checked."""
+    own_hook, callers = hook_of(obj), manager.get_hookcallers(obj) or ()
+    if own_hook is None and not callers:
         raise errors.PluginError(
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
-    pairs = [(hook, item) for hook, items in returned_by.items() for item in items]
-    return [each for pair in pairs for each in contributions(*pair)]
-
-
-def declared_api(obj: Any) -> set[int]:
-    """The versions of the plugin interface for which a plugin was written.
-
-    They are in ``backpack_api``, an integer or several, of the object, its module, or its package.
-    Default: the first published version.
-
-    Raises:
-        PluginError: The value is not an integer or several.
-    """
-    module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
-    for level in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
-        if (declared := getattr(level, "backpack_api", None)) is not None:
-            versions = declared if isinstance(declared, (tuple, list, set)) else (declared,)
-            if not versions or not all(type(version) is int for version in versions):
-                raise errors.PluginError(
-                    "backpack_api is the version of the plugin interface, an integer, or a tuple "
-                    f"of several. Got {declared!r}."
-                )
-            return set(versions)
-    return {FIRST_API}
+    items = [] if own_hook is None else [(own_hook, obj)]
+    for caller in callers:
+        hook = caller.name
+        if not caller.has_spec():
+            raise errors.PluginError(
+                f"{hook} is not a hook. The hooks are {', '.join(hook_names())}."
+            )
+        if hook not in hookspecs.OF_PASSES:
+            (own,) = (each for each in caller.get_hookimpls() if each.plugin is obj)
+            returned = own.function()
+            if not isinstance(returned, Iterable):
+                raise errors.PluginError(f"{hook} must return an iterable. Got {returned!r}.")
+            items += [(hook, item) for item in returned]
+    return [each for pair in items for each in contributions(*pair, is_new)]
 
 
 def _check_version(obj: Any, provenance: Provenance) -> None:
-    if (declared := declared_api(obj)) & SUPPORTED_API:
-        return
-    ours = ", ".join(map(str, sorted(SUPPORTED_API)))
-    raise errors.PluginVersionError(
-        f"It was written for version {', '.join(map(str, declared))} of the plugin interface; this "
-        f"backpack-core speaks version {ours}. Install a release of "
-        f"{provenance.distribution or provenance.plugin} made for it, or another backpack-core."
-    )
+    """Raise an error if a plugin was written for another version of the plugin interface.
+
+    ``backpack_api`` of the object, its module, or its package is the version, or several. Default:
+    the first published version.
+    """
+    module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
+    levels = (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0]))
+    found = (getattr(level, "backpack_api", None) for level in levels)
+    declared = next((each for each in found if each is not None), FIRST_API)
+    versions = declared if isinstance(declared, (tuple, list, set)) else (declared,)
+    if not versions or not all(type(version) is int for version in versions):
+        raise errors.PluginError(
+            "backpack_api is the version of the plugin interface, an integer, or a tuple of "
+            f"several. Got {declared!r}."
+        )
+    if SUPPORTED_API.isdisjoint(versions):
+        theirs, ours = (", ".join(map(str, sorted(each))) for each in (versions, SUPPORTED_API))
+        raise errors.PluginVersionError(
+            f"It was written for version {theirs} of the plugin interface; this backpack-core "
+            f"speaks version {ours}. Install a release of "
+            f"{provenance.distribution or provenance.plugin} made for it, or another backpack-core."
+        )
 
 
 def register(obj: Any, name: str | None = None) -> Any:
@@ -184,11 +175,8 @@ def register(obj: Any, name: str | None = None) -> Any:
                 )
             withdraw(provenance)
         try:
-            enter(obj, provenance)
-            if isinstance(obj, type):
-                vet(obj, is_new=True)
+            enter(obj, provenance, is_new=True)
         except BaseException:
-            withdraw(provenance)
             if earlier is not None:
                 enter(earlier, provenance)
             raise
@@ -197,9 +185,11 @@ def register(obj: Any, name: str | None = None) -> Any:
 
 def _is_rerun(earlier: Any, obj: Any) -> bool:
     """Whether a notebook's cell, or a line of a console, has defined a class again."""
-    are_classes = isinstance(earlier, type) and isinstance(obj, type) and earlier is not obj
-    names = {(each.__module__, each.__qualname__) for each in (earlier, obj)} if are_classes else ()
-    return len(names) == 1 and earlier.__module__ == "__main__"
+    if not isinstance(earlier, type) or not isinstance(obj, type) or earlier is obj:
+        return False
+    return "__main__" == earlier.__module__ == obj.__module__ and (
+        earlier.__qualname__ == obj.__qualname__
+    )
 
 
 def name_of(obj: Any) -> str:

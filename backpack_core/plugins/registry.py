@@ -69,9 +69,8 @@ class Sameness:
         return any(getattr(kind, name, None) is not own for name, own in behind.items())
 
     def watch(self, kind: type, behind: Mapping[Any, Any]) -> Callable[[], bool]:
-        """A function that says whether what a class has under these names is another by then."""
-        now = {name: getattr(kind, name, None) for name in behind}
-        return lambda: self.is_patched(kind, now)
+        """A function that says whether a class has something else by then."""
+        return lambda: self.is_patched(kind, behind)
 
 
 @dataclass(eq=False, repr=False)
@@ -164,12 +163,10 @@ class Registry:
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class; see :meth:`resolve`."""
         for parent in self.sameness.lenders(kind):
-            claims = self._claims_for(parent)
-            if claims:
-                claim = choose(claims, qualified_name(parent), "layer rule")
-                names = getattr(claim.value, "params", ())
-                behind = self.sameness.behind(parent)
-                return Resolved(claim.value, claim.provenance, False, tuple(names), behind)
+            if claims := self._claims_for(parent):
+                claim = choose(claims, qualified_name(parent), "layer rule for")
+                params, behind = getattr(claim.value, "params", ()), self.sameness.behind(parent)
+                return Resolved(claim.value, claim.provenance, False, tuple(params), behind)
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
@@ -189,11 +186,10 @@ class Registry:
 
     def describe(self, extension: Extension) -> str:
         """The name of an extension and the plugin that provided it, for messages."""
-        name = type(extension).__name__
-        for claim in self.extensions.get(name, ()):
-            if claim.value is type(extension):
-                return f"{name} of {claim.provenance}"
-        return name
+        kind = type(extension)
+        claims = self.extensions.get(kind.__name__, ())
+        origins = [f" of {claim.provenance}" for claim in claims if claim.value is kind]
+        return kind.__name__ + "".join(origins)
 
 
 def has_methods(module: Module, behind: Mapping[Any, Any]) -> bool:
@@ -219,28 +215,31 @@ _KINDS: dict[str, tuple[str, type]] = {
 
 def hook_of(obj: object) -> str | None:
     """The hook that would return a class; ``None`` if it is of another kind."""
-    hooks = (hook for hook, (_, base) in _KINDS.items() if _is_class_of(base, obj))
+    hooks = (
+        h for h, (_, base) in _KINDS.items() if isinstance(obj, type) and issubclass(obj, base)
+    )
     return next(hooks, None)
 
 
-def _is_class_of(base: type, obj: object) -> bool:
-    return isinstance(obj, type) and issubclass(obj, base)
-
-
-def contributions(hook: str, item: Any) -> list[Contribution]:
+def contributions(hook: str, item: Any, is_new: bool) -> list[Contribution]:
     """The registry's entries for one object that a hook returned.
+
+    Args:
+        hook: The hook.
+        item: The object.
+        is_new: Whether its author is at work; see :class:`Candidate`.
 
     Raises:
         PluginError: It is not of the kind that the hook promises.
     """
     if hook == "backpack_pair_overrides" and isinstance(item, tuple) and len(item) == 3:
         kind, module, carrier = item
-        if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
+        if hook_of(kind) == "backpack_extensions" and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
     if hook_of(item) == hook:
-        vet(item)
-        is_rule = issubclass(item, LayerRule)
-        return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
+        vet(item, is_new=is_new)
+        table = _KINDS[hook][0]
+        return of_rules([item]) if table == "rules" else [(table, item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which the hook does not accept.")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from backpack_core import plugins
 from backpack_core.cli.inspection import report
 from backpack_core.cli.reports import Report
+from backpack_core.discovery import Plugin
 
 SCALE = """
 import torch
@@ -172,9 +173,9 @@ SICK = {
     ),
     "two with one name": Sick(
         two(NORM, NORM.replace("GradNorm", "OtherNorm"), ("same", "same"), "GradNorm"),
-        "the plugin name 'same' is claimed by backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
+        "claim the name 'same': backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
         "BACKPACK_PREFER=same=backpack-plugin-one",
-        "Several plugins have the name 'same'",
+        "Several plugins claim the name 'same'",
         who="backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
     ),
     "two with one key": Sick(
@@ -184,7 +185,7 @@ SICK = {
             ("first", "second"),
             "LinearRule",
         ),
-        "the layer rule for torch.nn.modules.linear.Bilinear is claimed by",
+        "claim the layer rule for 'torch.nn.modules.linear.Bilinear': backpack-plugin-",
         "BACKPACK_PREFER=torch.nn.modules.linear.Bilinear=backpack-plugin-",
         who="backpack-plugin-",
     ),
@@ -235,7 +236,7 @@ SICK = {
 ELSEWHERE = {"prints", "slow import", "SystemExit", "import error", "two with one name"}
 
 
-def loaded_here(installed: list[plugins.Plugin], limit: float) -> list[Report]:
+def loaded_here(installed: list[Plugin], limit: float) -> list[Report]:
     """What another process would report of plugins, without its start."""
     reports: list[Report] = []
     plugins.load_all(lambda plugin: reports.append(report(plugin)))

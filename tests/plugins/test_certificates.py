@@ -8,18 +8,20 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import importlib_metadata
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import discovery, errors
+from backpack_core import errors
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
-from backpack_core.cli.certify import certify, into_wheels, project, text_of
+from backpack_core.cli.certify import certify, into_wheels, project
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
@@ -28,6 +30,10 @@ from backpack_core.plugins import loading
 from tests.distributions import FakeDistribution
 
 from sick import NORM  # isort: skip
+
+
+def text_of(made: Certificate) -> str:
+    return certificate.json_of(asdict(made))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +106,7 @@ def test_only_the_certified_load(norm: Path, monkeypatch: Any, word: str) -> Non
 def test_without_a_gate_nothing_gets_in(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
     file_of(norm).write_text(text_of(made_for(norm)))
-    monkeypatch.setattr(discovery, "_gates", lambda name: [])
+    monkeypatch.setattr(importlib_metadata, "entry_points", lambda **_: [])
     assert {plugin.state for plugin in discover()} == {"blocked"}
 
 
@@ -116,10 +122,11 @@ def test_core_alone_says_what_is_there_and_blocked(
     monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
     monkeypatch.setattr(loading, "ADVISERS", loading.ADVISERS[:1])
     home = "backpack-plugin-firstorder"
-    assert loading.who_has("BatchGrad").startswith(f" {home} has it, but is blocked: check")
-    assert re.search(r"blocked: (\S+ \S+, ){3}\d more; check", loading.who_has("GradNorm"))
+    own = rf"Gone\. Install it\. Installed, but blocked: {home} [\d.]+; check BACKPACK_LOAD_PLUGINS"
+    assert re.match(own, str(loading.missing("Gone.", "BatchGrad", " Install it.")))
+    assert re.search(r"blocked: (\S+ \S+, ){3}\d more; check", str(loading.missing("", "GradNorm")))
     monkeypatch.setattr(loading, "_plugins", [])
-    assert loading.who_has("BatchGrad") == f" {home} has it: pip install {home}."
+    assert str(loading.missing("", "BatchGrad")) == f" {home} has it: pip install {home}."
 
 
 @pytest.fixture(params=["layer"])
@@ -153,7 +160,7 @@ def wheel_of(package: Path) -> Path:
 )
 def test_a_package_proves_itself(package: Path) -> None:
     """From its tests to a wheel that holds what they found."""
-    told = discovery.beside(package / "backpack_plugin_proved", discovery.PROVIDES)
+    told = certificate.beside(package / "backpack_plugin_proved", certificate.PROVIDES)
     as_made = told.read_text()
     wheel = wheel_of(package)
     told.write_text('{"torch.nn.Linear": "backpack_plugin_proved:Other"}')
@@ -172,14 +179,14 @@ def test_a_package_proves_itself(package: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
         assert inside == file_of(home).read_bytes()
-        said = json.loads(file.read(f"backpack_plugin_proved/{discovery.PROVIDES}"))
+        said = json.loads(file.read(f"backpack_plugin_proved/{certificate.PROVIDES}"))
         assert said == json.loads(as_made)
         record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
         assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
     hook: Any = SimpleNamespace(root=str(package), target_name="wheel")
     data: dict[str, Any] = {"force_include": {}}
     Certify.initialize(hook, "standard", data)  # the certificate is there, so nothing is run
-    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, discovery.PROVIDES)]
+    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, certificate.PROVIDES)]
     assert list(data["force_include"].values()) == names
     source = home / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization as parametrize
 
-from backpack_core import backpack, extend, hookimpl, plugins
+from backpack_core import backpack, extend, hookimpl, plugins, register
 from backpack_core.errors import (
     PluginCodeError,
     PluginConflictError,
@@ -160,7 +160,7 @@ def test_two_propagators_of_one_name() -> None:
     own = type(Count().propagator)
     other = type(own.__name__, (own,), {})
     with temporary_plugin(provider(own)), temporary_plugin(provider(other)):
-        refused = pytest.raises(PluginConflictError, match="propagator for 'OutputGradient'")
+        refused = pytest.raises(PluginConflictError, match="propagator 'OutputGradient'")
         with refused, backpack(Count()):
             pass
 
@@ -377,7 +377,7 @@ def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: obje
 
     wrong.__name__ = hook
     with pytest.raises(PluginError, match=hook):
-        plugins.register(provide(**{hook: wrong}), "wrong")
+        register(provide(**{hook: wrong}), "wrong")
     assert not registration.manager.has_plugin(":wrong")
 
 
@@ -394,7 +394,7 @@ def test_an_interface_that_is_no_number(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])
     provider.backpack_api = api
     with pytest.raises(PluginError, match="an integer, or a tuple of several"):
-        plugins.register(provider, "other")
+        register(provider, "other")
 
 
 @pytest.mark.parametrize("api", [0, 1, (3, 4)])
@@ -402,4 +402,4 @@ def test_an_unsupported_interface(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])
     provider.backpack_api = api
     with pytest.raises(PluginVersionError, match="speaks version 2"):
-        plugins.register(provider, "other")
+        register(provider, "other")

@@ -203,10 +203,10 @@ def test_judges_are_asked_when_a_class_is_registered_and_at_the_first_module(
     monkeypatch.setattr(bases, "JUDGES", [*JUDGES, strict])
     model = Gain()
     with temporary_plugin(GainRule):
-        assert asked == [(GainRule, None, False), (GainRule, None, True)]
+        assert asked == [(GainRule, None, True)]
         with pytest.raises(PluginError, match=r"GainRule .* of 'GainRule .*: it is too general\."):
             extend(model)
-    assert asked[2:] == [(GainRule, model, False)]
+    assert asked[1:] == [(GainRule, model, False)]
 
 
 def test_without_checks_wrong_kinds_are_refused_and_no_advice_is_given(monkeypatch: Any) -> None:

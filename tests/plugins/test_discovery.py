@@ -13,6 +13,7 @@ from torch import nn
 
 import backpack_core
 from backpack_core import extend, plugins
+from backpack_core.discovery import Plugin
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
 from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
@@ -24,7 +25,7 @@ NORM_POINT = {"norm": "norm_module:GradNorm"}
 NORM_MODULE = {"norm_module": NORM}
 
 
-def found(name: str) -> plugins.Plugin:
+def found(name: str) -> Plugin:
     (plugin,) = (p for p in plugins.known_plugins() if p.name == name)
     return plugin
 
@@ -118,6 +119,19 @@ def test_what_an_interrupted_removal_left(fake_distribution: FakeDistribution) -
     assert plugin.state == "loaded"
 
 
+def test_what_was_left_does_not_rival_what_was_installed_since(
+    fake_distribution: FakeDistribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
+    (info / "METADATA").unlink()
+    write_distribution(
+        tmp_path / "since", "backpack-plugin-norm", version="2.0", entry_points=NORM_POINT
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "since")])
+    reset()
+    assert (found("norm").version, found("norm").state) == ("2.0", "not loaded")
+
+
 SAME = [
     ("backpack-plugin-a", "a_module:GradNorm"),
     ("backpack-plugin-b", "b_module:GradNorm"),
@@ -132,7 +146,7 @@ def same_name(fake_distribution: FakeDistribution) -> None:
 
 
 def test_two_of_one_name_are_a_conflict(same_name: None) -> None:
-    with pytest.warns(BrokenPluginWarning, match="Several plugins have the name 'norm'"):
+    with pytest.warns(BrokenPluginWarning, match="Several plugins claim the name 'norm'"):
         plugins.ensure_loaded()
     assert "a_module" not in sys.modules
     assert "b_module" not in sys.modules

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from backpack_core import unregister
 from backpack_core.cli import listing, trouble
 from backpack_core.cli.app import app
 from backpack_core.cli.counts import Layer, work
 from backpack_core.cli.explain import Row, explained
 from backpack_core.cli.support import table_of_model, table_of_rules
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
-from backpack_core.plugins import unregister
 
 NETS = """
 import torch

@@ -9,7 +9,7 @@ import torch
 from sick import DEADLY, ELSEWHERE, HALF, LINEAR, NORM, SCALE, SICK, Sick, loaded_here, one
 from torch import nn
 
-from backpack_core import backpack, extend, hookimpl, plugins
+from backpack_core import backpack, extend, hookimpl, plugins, register, unregister
 from backpack_core.cli import doctor, processes
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
@@ -349,10 +349,10 @@ def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
             return [Sound, Unmade]
 
     with pytest.raises(ValueError, match="not today"):
-        plugins.register(Several, "several")
+        register(Several, "several")
     assert Fine not in registry.rules
     with pytest.raises(PluginError, match="No plugin named 'several'"):
-        plugins.unregister("several")
+        unregister("several")
 
 
 def test_a_plugin_may_use_the_extension_of_a_later_one(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import backpack, extend, plugins
+from backpack_core import backpack, extend, plugins, register, unregister
 from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact
 from backpack_core.plugins.registry import registry
@@ -92,12 +92,12 @@ def test_elsewhere_it_is_a_conflict() -> None:
     spaces: list[dict[str, Any]] = [{"__name__": "a_package"}, {"__name__": "a_package"}]
     for space in spaces:
         exec(source, space)
-    plugins.register(spaces[0]["Mine"])
+    register(spaces[0]["Mine"])
     try:
         with pytest.raises(PluginConflictError, match="registered already"):
-            plugins.register(spaces[1]["Mine"])
+            register(spaces[1]["Mine"])
     finally:
-        plugins.unregister("Mine")
+        unregister("Mine")
 
 
 def test_what_is_shown() -> None:

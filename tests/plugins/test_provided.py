@@ -14,6 +14,7 @@ from torch import nn
 from backpack_checks import providers
 from backpack_core import backpack, discovery, extend
 from backpack_core.cli import provides
+from backpack_core.cli.certificate import PROVIDES, beside
 from backpack_core.cli.inspection import report
 from backpack_core.errors import AutodiffFallbackWarning, MissingPluginError, UsageError
 from backpack_core.extensions import BatchGrad
@@ -64,7 +65,7 @@ def scaled(fake_distribution: FakeDistribution) -> Path:
     )
     file = next(info.parent.rglob("other_module.py"))
     text = json.dumps({NAME: "other_module:ScaledRule", "Fancy": "other_module:Fancy"})
-    discovery.beside(file, discovery.PROVIDES).write_text(text)
+    beside(file, PROVIDES).write_text(text)
     return file
 
 
@@ -131,15 +132,15 @@ def test_a_rule_that_is_declared_and_not_registered_is_told(
 
 @pytest.mark.parametrize("text", ["", "[]", '{"Fancy": 1}', "\x00"])
 def test_a_damaged_file_says_nothing(scaled: Path, text: str) -> None:
-    discovery.beside(scaled, discovery.PROVIDES).write_text(text)
-    assert not discovery.declared_by("other_module")
+    beside(scaled, PROVIDES).write_text(text)
+    assert not providers.declared_by("other_module")
     assert not [*providers.providers_of("Fancy")]
 
 
 def test_what_is_not_true_is_a_broken_promise(scaled: Path) -> None:
     scaled.write_text(RULE)
     said = dict.fromkeys([NAME, "torch.nn.modules.linear.Bilinear"], "other_module:ScaledRule")
-    discovery.beside(scaled, discovery.PROVIDES).write_text(json.dumps(said))
+    beside(scaled, PROVIDES).write_text(json.dumps(said))
     ensure_loaded()
     (plugin,) = [p for p in known_plugins() if p.name == "other"]
     assert provides.provided_by([plugin]) == {

@@ -89,7 +89,7 @@ OPEN = {
         "structure",
         "_torch apart batch own_order owners passes paths received refusals survey",
     ),
-    "backpack_checks": ("", "_torch sums trust"),
+    "backpack_checks": ("providers", "_torch sums trust"),
     "backpack_interplay": ("checkpoints compiled leaves shards", ""),
 }
 

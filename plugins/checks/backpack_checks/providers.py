@@ -5,12 +5,15 @@ What plugins declare is read from files, so that plugins that do not load are na
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, declared_by, our_plugins
+from backpack_core.cli.certificate import PROVIDES, beside, home_of
+from backpack_core.discovery import Plugin, our_plugins
+from backpack_core.plugins import loading
 from backpack_core.plugins.loading import SWITCHES, known_plugins, load_error
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import canonical, qualified_name
@@ -37,7 +40,8 @@ def advise(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | No
     if broken:
         return f" {load_error(broken[0])}", broken[0]
     texts = filter(None, dict.fromkeys(map(_why_not, found)))
-    return "".join(f" {text}" for text in texts), None
+    text = "".join(f" {text}" for text in texts)
+    return (text, None) if text else loading.advise(wanted, otherwise)
 
 
 def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
@@ -99,6 +103,17 @@ def _providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pr
     for distribution, provided in our_plugins().items():
         if distribution not in installed:
             yield from (Provider(distribution, name) for name in _among(provided, names))
+
+
+def declared_by(package: str) -> dict[str, str]:
+    """What the file of a package declares; empty if there is no valid file."""
+    home = home_of(package)
+    try:
+        declared = json.loads(beside(home, PROVIDES).read_text("utf-8")) if home else None
+    except (OSError, ValueError):
+        return {}
+    pairs = declared.items() if isinstance(declared, dict) else ()
+    return {key: value for key, value in pairs if isinstance(value, str)}
 
 
 def _among(declared: Iterable[str], names: Collection[str]) -> list[str]:

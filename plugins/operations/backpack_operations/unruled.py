@@ -9,7 +9,7 @@ from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context
 from backpack_core.engine.location import place
-from backpack_core.plugins.loading import missing, who_has
+from backpack_core.plugins.loading import missing
 from backpack_core.record.view import View
 from backpack_operations.sink import leaves_out
 from backpack_operations.survey import GraphSurvey
@@ -77,10 +77,10 @@ def _takes(extension: Extension, view: View, names: Sequence[str]) -> bool:
         return False
     if (kind,) in errors.warned:
         return True  # plugins declare what they provide in files, which takes long to read
-    errors.warn_once(
-        (kind,),
+    text = (
         f"{view.path} {lacks}: the parameters of {full_name} are read where operations use them, "
-        f"which is exact, but a rule may be faster.{who_has(kind, advice)}",
-        errors.AutodiffFallbackWarning,
+        "which is exact, but a rule may be faster."
     )
+    told = str(missing(text, kind, advice))
+    errors.warn_once((kind,), told, errors.AutodiffFallbackWarning)
     return True

@@ -21,11 +21,11 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.cli.certificate import digest, version_of
-from backpack_core.discovery import home_of
+from backpack_core.cli.certificate import digest, home_of, version_of
 from backpack_core.errors import UsageError, nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
+from backpack_core.preferences import canonical
 from backpack_products.overrides import override
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def of_parts(parts: Iterable[Any]) -> Fingerprint:
     """The fingerprint of classes and functions that take part in a computation."""
     plugins = known_plugins()
     if _INSTALLED[-1][0] is not plugins:  # they are found once; a test may have others
-        found = [Installed(p.package, p.distribution, p.version, p.users) for p in plugins]
+        found = [Installed(p.package, p.distribution, p.version, p.requires) for p in plugins]
         _INSTALLED[:] = [(plugins, tuple(found))]
     return dict(_marks(tuple(dict.fromkeys(parts)), _INSTALLED[-1][1]))
 
@@ -71,7 +71,7 @@ class Installed(NamedTuple):
     package: str
     distribution: str
     version: str
-    users: frozenset[str]
+    requires: frozenset[str]
 
 
 _INSTALLED: Final[list[tuple[Any, tuple[Installed, ...]]]] = [(None, ())]
@@ -84,8 +84,12 @@ def _marks(parts: tuple[Any, ...], installed: tuple[Installed, ...]) -> Fingerpr
     for part in dict.fromkeys(base for each in parts for base in _with_bases(each)):
         package = part.__module__.partition(".")[0]
         if package in plugins:
-            name = plugins[package].distribution
-            used = ((p, own) for p, own in plugins.items() if name in own.users or p == package)
+            needed = plugins[package].requires
+            used = (
+                (p, own)
+                for p, own in plugins.items()
+                if p == package or canonical(own.distribution) in needed
+            )
             marks.update((own.distribution, _code(p, own.version)) for p, own in used)
         elif package not in _UNDER_ALL:
             marks[f"{part.__module__}.{part.__qualname__}"] = _source(part)

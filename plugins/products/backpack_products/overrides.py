@@ -29,7 +29,7 @@ def override(extension: Extension, module: Module) -> Callable[..., Any] | None:
         for (extension_type, key), claims in [*registry.overrides.items()]:
             if isinstance(extension, extension_type) and is_named(key, kind):
                 name = f"{extension_type.__name__}/{qualified_name(kind)}"
-                chosen: Callable[..., Any] = choose(claims, name, "pair override").value
+                chosen: Callable[..., Any] = choose(claims, name, "pair override for").value
                 return chosen
     return None
 

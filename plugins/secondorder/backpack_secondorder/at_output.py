@@ -15,7 +15,7 @@ from torch.nn import Module
 from backpack_core import View, backpack, extend
 from backpack_core.contract.rules import LossRule
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.plugins.loading import has_rule
+from backpack_core.plugins.registry import registry
 from backpack_products.contexts import suspended
 from backpack_products.loss import with_hessian
 from backpack_secondorder.twice import gradients
@@ -98,7 +98,7 @@ class LossAtOutput:
         self._lossfunc: Any = lossfunc
         if isinstance(lossfunc, Module):
             self._lossfunc = extend(copy.deepcopy(lossfunc))
-            self._has_rule = has_rule(type(lossfunc))
+            self._has_rule = not registry.resolve_type(type(lossfunc)).is_fallback
 
     def at(self, output: Tensor, target: Any, samples: int | None = None) -> AtOutput:
         """The loss of a batch at an output, with its derivatives.
