@@ -17,8 +17,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
-from backpack_core.testing.loss_checks import in_front_of
-from backpack_core.testing.nets import Made, Problem
+from backpack_core.testing.nets import Made, Problem, in_front_of
 from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.extensions import FirstOrderExtension

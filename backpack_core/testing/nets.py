@@ -22,13 +22,18 @@ from backpack_core.errors import MissingPluginError, OverwrittenInputError, Unsu
 from backpack_core.extending import extend
 from backpack_core.record.nested import iter_tensors
 from backpack_core.testing import network, oracle, quantities
-from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, RuleCase
+from backpack_core.testing.cases import (
+    SAMPLES,
+    Arguments,
+    ExtensionCase,
+    LossCase,
+    RuleCase,
+    seeded,
+)
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, finite, require
 from backpack_core.testing.layer_run import shared_run_of, traits
 from backpack_core.testing.oracle import Reference, draw
 from backpack_core.testing.quantities import ALL_NEEDS, Quantity, installed_extensions, quantity_of
-from backpack_products.derivatives import second_order
-from backpack_products.parametric import AffineRule
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 RefusalCheck = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
@@ -304,15 +309,11 @@ def _around(
         net, arguments = network.build_net(case, samples, **options)
         return net.to(dtype), arguments.to(dtype), network.SoftmaxLoss(reduction)
 
-    in_params = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
-    # A rule's second derivative is that in its first input alone.
-    is_enough = second_order(run.rule).hessian_is_zero or not any(run.live)
-    in_inputs = not run.live or (is_enough and "second derivative" in traits(case))
     may_refuse = set() if case.twice_differentiable else set(quantities.TWICE)
-    if not (in_params and in_inputs) or case.overwrites_input:
+    if traits(case) & {"not every second derivative", "not kept"}:
         may_refuse.add("second derivative")
     # Some quantities do not exist over branches, or for a parameter with two uses.
-    if twice or not isinstance(run.rule, AffineRule):
+    if twice or "not affine" in traits(case):
         may_refuse.add("structure")
     return Problem(build, frozenset(may_refuse))
 
@@ -372,6 +373,21 @@ def _takes_any_layer(case: ExtensionCase, quantity: Quantity | None) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def in_front_of(
+    case: LossCase, reduction: str, may_refuse: frozenset[str] = frozenset()
+) -> Problem:
+    """A net that is an elementwise layer, with the case's loss."""
+    layer = case.as_rule_case(reduction)
+
+    def build(dtype: torch.dtype) -> Made:
+        arguments = layer.arguments(dtype=dtype)
+        first = arguments.args[0]
+        net = seeded(lambda: network.Shrink(first.shape[1:]), 8).to(dtype)
+        return net, Arguments((first,)), network.BoundLoss(layer.module(dtype), arguments)
+
+    return Problem(build, may_refuse)
 
 
 def nets_of(case: RuleCase | ExtensionCase) -> Nets:

@@ -15,13 +15,12 @@ from torch import Tensor
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import Arguments, LossCase, seeded
+from backpack_core.testing.cases import LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
 from backpack_core.testing.layer_run import COLUMNS, run_layer
-from backpack_core.testing.nets import Made, Problem
-from backpack_core.testing.network import BoundLoss, Shrink
-from backpack_core.testing.product_checks import CHANGED, change
+from backpack_core.testing.nets import in_front_of
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
+from backpack_products.conformance.product_checks import CHANGED, change
 from backpack_products.loss import HessianLossRule
 from backpack_products.some_samples import subsample
 
@@ -164,21 +163,6 @@ def arriving_gradient(case: LossCase, reduction: str) -> Entries:
     with torch.no_grad():
         message = _NONE.format("sqrt_hessian of minus the loss")
         refuses(UnsupportedError, message, run.rule.sqrt_hessian, minus)
-
-
-def in_front_of(
-    case: LossCase, reduction: str, may_refuse: frozenset[str] = frozenset()
-) -> Problem:
-    """A net that is an elementwise layer, with the case's loss."""
-    layer = case.as_rule_case(reduction)
-
-    def build(dtype: torch.dtype) -> Made:
-        arguments = layer.arguments(dtype=dtype)
-        first = arguments.args[0]
-        net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), BoundLoss(layer.module(dtype), arguments)
-
-    return Problem(build, may_refuse)
 
 
 def started_extensions(case: LossCase, reduction: str) -> None:
