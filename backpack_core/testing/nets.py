@@ -22,14 +22,7 @@ from backpack_core.errors import MissingPluginError, OverwrittenInputError, Unsu
 from backpack_core.extending import extend
 from backpack_core.record.nested import iter_tensors
 from backpack_core.testing import network, oracle, quantities
-from backpack_core.testing.cases import (
-    SAMPLES,
-    Arguments,
-    ExtensionCase,
-    LossCase,
-    RuleCase,
-    seeded,
-)
+from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, RuleCase
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, finite, require
 from backpack_core.testing.layer_run import shared_run_of, traits
 from backpack_core.testing.oracle import Reference, draw
@@ -373,21 +366,6 @@ def _takes_any_layer(case: ExtensionCase, quantity: Quantity | None) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def in_front_of(
-    case: LossCase, reduction: str, may_refuse: frozenset[str] = frozenset()
-) -> Problem:
-    """A net that is an elementwise layer, with the case's loss."""
-    layer = case.as_rule_case(reduction)
-
-    def build(dtype: torch.dtype) -> Made:
-        arguments = layer.arguments(dtype=dtype)
-        first = arguments.args[0]
-        net = seeded(lambda: network.Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), network.BoundLoss(layer.module(dtype), arguments)
-
-    return Problem(build, may_refuse)
 
 
 def nets_of(case: RuleCase | ExtensionCase) -> Nets:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,10 +18,11 @@ from backpack_core.testing import (
     Quantity,
     RuleCase,
     check_case,
+    checks,
+    layer_run,
     parametrize_checks,
 )
-from backpack_core.testing.checks import checks_for
-from backpack_core.testing.layer_run import traits
+from backpack_core.testing.checks import checks_for, register_checks
 from tests.kit.layers import Gain, GainRule, Temperature, TemperatureRule, case_of
 from tests.kit.test_faults import WrongSign
 
@@ -83,9 +86,42 @@ def test_a_failure_that_is_declared_hides_nothing() -> None:
     assert results["called_again"] == "failed"
 
 
+def test_checks_of_libraries_come_after_those_that_they_rest_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In any order of registration; libraries also bring the traits that their checks need."""
+    seen: list[str] = []
+    monkeypatch.setattr(checks, "_checks", [*checks._checks])
+    monkeypatch.setattr(layer_run, "more_traits", [*layer_run.more_traits, lambda run: {"odd": 1}])
+    functions = {name: lambda run, name=name: seen.append(name) for name in ("later", "first")}
+    try:
+        register_checks("rule", "later | odd | first keeps_dtype", functions, layer_run.traits)
+        register_checks("rule", "never | not odd |", {"never": print}, layer_run.traits)
+        register_checks("method", "first | odd |", functions, layer_run.traits)
+        results = {r.check: r for r in check_case(case_of(Gain, WrongSign))}
+        names = [*results]
+    finally:
+        checks_for.cache_clear()
+    assert names.index("first") < names.index("keeps_dtype") < names.index("later")
+    assert seen == ["first"]
+    assert results["later"].message == "not judged: jac_t_mat_prod failed"
+    assert results["mean"].status == "not judged"
+    assert "never" not in names
+
+
+def test_the_kit_has_all_checks_whatever_is_imported_first() -> None:
+    code = (
+        "import backpack_products.conformance.loss_checks\n"
+        "from backpack_core.testing.checks import checks_for\n"
+        f"print(*(len(checks_for(kind)) for kind in {[*NAMES]}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(len(names.split())) for names in NAMES.values()]
+
+
 def test_needs_are_traits() -> None:
     """A trait that no case can have would switch a check off."""
-    known = {trait.removeprefix("not ") for trait in traits(case_of(Gain, GainRule))}
+    known = {trait.removeprefix("not ") for trait in layer_run.traits(case_of(Gain, GainRule))}
     known |= {"subsampling", "savefield"}
     needed = {need for kind in NAMES for check in checks_for(kind) for need in check.needs}
     assert {need.removeprefix("not ") for need in needed} <= known

@@ -12,10 +12,10 @@ CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part. The aim is 3,500.
 BUDGET = 3921
 # Beside it.
-BESIDE = {"testing": 1583, "cli": 2000}
+BESIDE = {"testing": 1574, "cli": 2000}
 # The checks that the products library brings to the kit: what moves there is counted, too.
 OF_PRODUCTS = CORE.parent / "plugins/products/backpack_products/conformance"
-BUDGET_OF_PRODUCTS = 606
+BUDGET_OF_PRODUCTS = 607
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,

@@ -18,7 +18,8 @@ from backpack_core.testing import oracle
 from backpack_core.testing.cases import LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
 from backpack_core.testing.layer_run import COLUMNS, run_layer
-from backpack_core.testing.nets import in_front_of
+from backpack_core.testing.nets import Problem
+from backpack_core.testing.network import loss_net
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.conformance.product_checks import CHANGED, change
 from backpack_products.loss import HessianLossRule
@@ -170,7 +171,7 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     rule = shared_run(case, reduction).rule
     may_refuse = {"structure"} | (set() if case.sampled else {"sampling"})
     may_refuse |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
-    problem = in_front_of(case, reduction, frozenset(may_refuse))
+    problem = Problem(partial(loss_net, case, reduction), frozenset(may_refuse))
     # Extensions that start at random columns have no exact value here.
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
     extensions, values = problem.run_usable(installed_extensions())
