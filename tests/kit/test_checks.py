@@ -109,9 +109,13 @@ def test_checks_of_libraries_come_after_those_that_they_rest_on(
     assert "never" not in names
 
 
-def test_the_kit_has_all_checks_whatever_is_imported_first() -> None:
+@pytest.mark.parametrize(
+    "first", ["backpack_core.testing", "backpack_products.conformance.loss_checks"]
+)
+def test_the_kit_has_all_checks_whatever_is_imported_first(first: str) -> None:
+    """Authors import the kit alone; it imports the checks of products, which import the kit."""
     code = (
-        "import backpack_products.conformance.loss_checks\n"
+        f"import {first}\n"
         "from backpack_core.testing.checks import checks_for\n"
         f"print(*(len(checks_for(kind)) for kind in {[*NAMES]}))"
     )
