@@ -55,6 +55,7 @@ class Check:
         agree(made, case.tolerances.float64, where)
 
 
+# A test pins the list of each kind: a check that is removed is removed for all authors.
 _checks: list[Check] = []
 
 
