@@ -16,8 +16,8 @@ from backpack_core.contract.bases import BASES
 from backpack_core.contract.rules import LayerRule
 from backpack_core.plugins.registry import registry
 from backpack_core.preferences import choose
-from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
+from backpack_products.elementwise import has_second_derivative
 from backpack_products.loss import HessianLossRule
 
 PAGE = Path(__file__).parent / "support-matrix.md"

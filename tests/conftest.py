@@ -14,8 +14,8 @@ import torch
 from backpack_core import plugins
 from backpack_core.errors import warned
 from backpack_core.testing.layer_run import shared_run_of
-from backpack_core.testing.loss_checks import shared_run
 from backpack_operations.planning import Planning
+from backpack_products.conformance.loss_checks import shared_run
 from tests import steps
 from tests.devices import DrawnOnHost, everywhere, usable
 from tests.leftovers import left_behind, settle, state

@@ -15,9 +15,8 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Plugin
 from backpack_core.preferences import qualified_name
-from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
-from backpack_products.elementwise import ElementwiseRule
+from backpack_products.elementwise import ElementwiseRule, has_second_derivative
 from backpack_products.loss import HessianLossRule
 
 

@@ -17,9 +17,8 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
-from backpack_core.testing.loss_checks import in_front_of
 from backpack_core.testing.nets import Made, Problem
-from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules
+from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules, loss_net
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.extensions import FirstOrderExtension
 
@@ -45,9 +44,8 @@ def layer_row(case: RuleCase, chosen: Collection[str] = ()) -> Row:
 
 def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
     """The row of a loss, which runs behind a single layer."""
-    net, arguments, bound = in_front_of(case, "mean").build(torch.float64)
-    loss = bound.get_submodule("loss")
-    return _row(case.name, (net, arguments, bound), loss, chosen)
+    net, arguments, bound = loss_net(case, "mean", torch.float64)
+    return _row(case.name, (net, arguments, bound), bound.loss, chosen)
 
 
 def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:

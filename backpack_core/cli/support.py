@@ -26,9 +26,9 @@ from backpack_core.contract.rules import LayerRule, LossRule
 from backpack_core.errors import BackpackError, MissingPluginError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.quantities import needs_arguments, quantity_of
 from backpack_products.affine import AffineProduct
+from backpack_products.elementwise import has_second_derivative
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
 

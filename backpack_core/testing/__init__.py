@@ -12,6 +12,7 @@ A test file for a layer rule is a list of cases::
 Needs ``pip install backpack-core[testing]`` and no configuration.
 """
 
+import backpack_products.conformance  # noqa: F401 - its checks
 from backpack_core.testing.cases import Arguments as Arguments
 from backpack_core.testing.cases import ExtensionCase as ExtensionCase
 from backpack_core.testing.cases import LossCase as LossCase

@@ -1,30 +1,28 @@
-"""The table of checks: the cases that each applies to, and the checks that it builds on.
+"""The lists of checks: the cases that each applies to, and the checks that it rests on.
 
 If a prerequisite of a check fails, the check is not judged, because its message would be about a
 consequence of that fault. So products and declarations come before nets.
+
+The checks here run extensions in nets. A library brings the checks of the classes that it defines:
+those of methods, declarations and losses are in ``backpack_products.conformance``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from types import ModuleType
+from functools import cache, partial
 from typing import Any
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing import (
-    declaration_checks,
-    loss_checks,
-    merging_checks,
-    net_checks,
-    oracle,
-    product_checks,
-)
+from backpack_core.testing import net_checks, oracle
 from backpack_core.testing.cases import SAMPLES, Case, RuleCase
 from backpack_core.testing.compare import agree, finite
 from backpack_core.testing.layer_run import LayerRun, shared_run_of, traits
 from backpack_core.testing.nets import nets_of
+
+# The kind of the checks of a rule's methods and declarations, which its cases have besides "rule".
+METHOD = "method"
 
 
 @dataclass(frozen=True)
@@ -33,17 +31,23 @@ class Check:
 
     Attributes:
         name: Name of the check.
+        kind: The kind of case that it is for, or ``METHOD``.
         function: Raises an error if it finds a fault, or yields what must be compared.
         subject: Makes the argument of the function from a case.
         needs: Traits that a case must have, or must not, for the check to apply; see ``traits``.
-        prerequisites: Names of the checks that it builds on, if they apply to a case.
+        prerequisites: Names, or kinds, of the checks that it rests on, if they apply to a case.
     """
 
     name: str
+    kind: str
     function: Callable[[Any], Any]
     subject: Callable[[Any], Any]
     needs: frozenset[str]
     prerequisites: frozenset[str]
+
+    def rests_on(self, other: Check) -> bool:
+        """Whether a check is a prerequisite."""
+        return not self.prerequisites.isdisjoint((other.name, other.kind))
 
     def run(self, case: Case, where: str = "") -> None:
         """Raise if there is a fault; ``where`` is said about the situation."""
@@ -51,36 +55,60 @@ class Check:
         agree(made, case.tolerances.float64, where)
 
 
-# Each line: names of checks | traits that they need | names of prerequisites, which come first.
-# Checks of a rule's methods and declarations:
-METHODS = """
-mixes_samples | |
-not_twice_differentiable | not twice |
-overwritten_input | not kept |
-accepts | separate, kept |
-hessian_is_zero | separate, kept, twice, zero hessian |
-hessian_is_diagonal | separate, kept, twice, diagonal hessian |
-linear_in_params | separate, kept, twice, linear parameters |
-derivative | separate, kept, elementwise | accepts
-jac_t_mat_prod | separate, kept, input | accepts derivative
-affine_weight | separate, kept, affine | accepts
-affine_form | separate, kept, affine | affine_weight
-param_jac_t_mat_prod | separate, kept, parameters | accepts mixes_samples affine_form
-jacobian_is_constant | separate, kept, batch first, constant jacobian | jac_t_mat_prod
-called_again | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
-jac_mat_prod | separate, kept, input | called_again
-param_jac_mat_prod operations | separate, kept, parameters | called_again
-second_derivative | separate, kept, twice, elementwise, second derivative | accepts hessian_is_zero
-second_derivative_mat_prod | separate, kept, twice, second derivative | second_derivative
-subsampled_call | separate, kept, batch first | called_again
-non_contiguous_columns non_contiguous_input changed_since | separate, kept | called_again
+# A test pins the list of each kind: a check that is removed is removed for all authors.
+_checks: list[Check] = []
+
+
+def register_checks(
+    kind: str,
+    table: str,
+    functions: Mapping[str, Callable[..., Any]],
+    subject: Callable[[Any], Any],
+) -> None:
+    """Add checks to all cases of a kind.
+
+    Args:
+        kind: The kind of case, or ``METHOD``.
+        table: Lines ``names of checks | traits that they need | names of prerequisites``.
+        functions: The functions, by name; a reduction that they take may follow in the table.
+        subject: Makes their argument from a case.
+    """
+    for line in table.strip().splitlines():
+        names, needs, prerequisites = (part.strip() for part in line.split("|"))
+        wanted = frozenset(needs.split(", ") if needs else ())
+        for name in names.split():
+            stem, _, reduction = name.rpartition("_")
+            function = functions.get(name) or partial(functions[stem], reduction=reduction)
+            before = frozenset(prerequisites.split())
+            _checks.append(Check(name, kind, function, subject, wanted, before))
+    checks_for.cache_clear()
+
+
+@cache
+def checks_for(kind: str) -> tuple[Check, ...]:
+    """The checks for a kind of case, each after those that it rests on."""
+    kinds = {kind, METHOD} if kind == RuleCase.kind else {kind}
+    found = [check for check in _checks if check.kind in kinds]
+    ordered: dict[Check, None] = {}
+
+    def add(check: Check) -> None:
+        for other in found if check not in ordered else ():
+            if check.rests_on(other):
+                add(other)
+        ordered[check] = None
+
+    for check in found:
+        add(check)
+    return tuple(ordered)
+
+
+# Checks of a rule's methods and declarations, for another case, and of nets around a layer:
+SITUATED = """
+other_inputs one_sample empty_batch large_inputs | separate, kept | method
+other_mode | | method
 """
-# Checks of the same in other situations, and of nets around a layer:
 LAYER = """
-keeps_dtype | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
-other_inputs one_sample empty_batch large_inputs | separate, kept | METHODS
-other_mode | | METHODS
-mean | separate | METHODS other_inputs one_sample
+mean | separate | method other_inputs one_sample
 sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice | separate | mean
 deepcopy pickle no_live_calls | separate | mean
 partly_frozen | separate, several parameters | mean
@@ -90,27 +118,13 @@ float32 autocast | separate | mean keeps_dtype
 bfloat16 | separate, half precision | mean keeps_dtype
 mixing_is_refused | not separate | mixes_samples
 """
-LOSS = """
-samples_are_separate hessian_is_psd normalisation | |
-hessian_mat_prod_sum sqrt_hessian_sum gradient_sum | | samples_are_separate hessian_is_psd
-sum_hessian_sum sqrt_hessian_sampled_sum | | hessian_mat_prod_sum sqrt_hessian_sum
-arriving_gradient_sum | | sum_hessian_sum sqrt_hessian_sampled_sum gradient_sum
-started_extensions_sum | | arriving_gradient_sum
-hessian_mat_prod_mean sqrt_hessian_mean gradient_mean | | normalisation arriving_gradient_sum
-sum_hessian_mean sqrt_hessian_sampled_mean | | hessian_mat_prod_mean sqrt_hessian_mean
-arriving_gradient_mean | | sum_hessian_mean sqrt_hessian_sampled_mean gradient_mean
-started_extensions_mean | | arriving_gradient_mean
-other_inputs | | arriving_gradient_mean
-subsampled_call non_contiguous_input float32 leaves_arguments_alone unreduced | | other_inputs
-"""
 EXTENSION = """
 declarations | |
 mean | | declarations
 sum batch_of_one shared_positions single_number residual called_twice no_samples quantity | | mean
 frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16 retain_graph | | mean
-beside_others leaves_gradient_alone pickle_extension no_live_calls degree samples_add | | mean
+beside_others leaves_gradient_alone pickle_extension no_live_calls | | mean
 differentiable | | retain_graph
-two_halves_mean two_halves_sum | | degree
 subsampling | subsampling | mean
 savefield | savefield | mean
 """
@@ -152,40 +166,13 @@ def in_situation(run: LayerRun, name: str) -> None:
     except UnsupportedError:
         return
     own_traits = traits(twin) - {"not twice", "not kept"}  # declared for the case's mode only
-    for check in OF_METHODS:
+    for check in [check for check in checks_for(run.case.kind) if check.kind == METHOD]:
         is_wanted = name == "other_mode" or check.name.endswith("t_mat_prod")
         if is_wanted and check.needs <= own_traits and check.name not in run.case.expected_failures:
             check.run(twin, where)
 
 
-def _table(text: str, modules: Mapping[ModuleType, Callable[[Any], Any]]) -> Iterator[Check]:
-    """The checks of a table; ``modules`` maps modules of check functions to their ``subject``."""
-    for line in text.strip().splitlines():
-        names, needs, prerequisites = (part.strip() for part in line.split("|"))
-        if "METHODS" in prerequisites:
-            of_methods = " ".join(check.name for check in OF_METHODS)
-            prerequisites = prerequisites.replace("METHODS", of_methods)
-        wanted = frozenset(needs.split(", ") if needs else ())
-        for name in names.split():
-            module, subject = next(pair for pair in modules.items() if _in(pair[0], name))
-            yield Check(name, _in(module, name), subject, wanted, frozenset(prerequisites.split()))
-
-
-def _in(module: ModuleType, name: str) -> Any:
-    """The function of a check; a reduction that it takes may follow its name."""
-    stem, _, reduction = name.rpartition("_")
-    other = stem in vars(module) and partial(vars(module)[stem], reduction=reduction)
-    found = vars(module).get(name, other)
-    return partial(in_situation, name=name) if name in SITUATIONS and not found else found
-
-
-_OF_CALLS = dict.fromkeys((product_checks, declaration_checks), shared_run_of)
-_RULE: dict[ModuleType, Callable[[Any], Any]] = {**_OF_CALLS, net_checks: nets_of}
-OF_METHODS = tuple(_table(METHODS, _RULE))
-
-# By kind of case. A test pins each list: a check that is removed is removed for all authors.
-CHECKS = {
-    "rule": (*OF_METHODS, *_table(LAYER, _RULE)),
-    "loss": tuple(_table(LOSS, {loss_checks: lambda case: case})),
-    "extension": tuple(_table(EXTENSION, {net_checks: nets_of, merging_checks: nets_of})),
-}
+_SITUATED = {name: partial(in_situation, name=name) for name in SITUATIONS}
+register_checks("rule", SITUATED, _SITUATED, shared_run_of)
+register_checks("rule", LAYER, vars(net_checks), nets_of)
+register_checks("extension", EXTENSION, vars(net_checks), nets_of)

@@ -7,6 +7,7 @@ The oracle has its own graph, from the same layer without recording.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -25,12 +26,10 @@ from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.compare import CheckFailure, require
 from backpack_products import derivatives
-from backpack_products.derivatives import second_order
-from backpack_products.elementwise import ElementwiseRule
-from backpack_products.elementwise import has_second_derivative as has_second_derivative
-from backpack_products.parametric import AffineRule
 
 COLUMNS = 2
+# Functions of a run that tell whether it has further traits; those of a library, by its classes.
+more_traits: list[Callable[[LayerRun], Mapping[str, bool]]] = []
 
 
 @dataclass(eq=False)
@@ -165,27 +164,18 @@ def traits(case: Case) -> frozenset[str]:
 
 def _of_run(run: LayerRun) -> set[str]:
     """Each trait, or that it is missing, as in ``"not twice"``."""
-    rule, case = run.rule, run.case
-    separate = not rule.mixes_samples(run.view)
-    propagates = not rule.transparent and 0 in run.live
-    linear = getattr(rule, "linear_in_params", ())
+    separate = not run.rule.mixes_samples(run.view)
     has_trait = {
         "separate": separate,
-        "twice": case.twice_differentiable,
-        "kept": not case.overwrites_input,
-        "input": propagates,
-        "zero hessian": propagates and second_order(rule).hessian_is_zero,
-        "constant jacobian": propagates and second_order(rule).jacobian_is_constant,
-        "diagonal hessian": propagates and second_order(rule).hessian_is_diagonal,
-        "second derivative": propagates and has_second_derivative(rule),
-        "elementwise": propagates and isinstance(rule, ElementwiseRule),
+        "twice": run.case.twice_differentiable,
+        "kept": not run.case.overwrites_input,
+        "input": not run.rule.transparent and 0 in run.live,
         "parameters": bool(run.parameters),
         "several parameters": len(run.parameters) > 1,
-        "linear parameters": any(name in run.parameters for name in linear),
-        "affine": bool(run.parameters) and isinstance(rule, AffineRule),
-        "half precision": _runs_in_half(case),
+        "half precision": _runs_in_half(run.case),
         "batch first": separate and run.view.axis == 0,
     }
+    has_trait.update(pair for more in more_traits for pair in more(run).items())
     return {name if has else f"not {name}" for name, has in has_trait.items()}
 
 

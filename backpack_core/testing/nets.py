@@ -27,8 +27,6 @@ from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, f
 from backpack_core.testing.layer_run import shared_run_of, traits
 from backpack_core.testing.oracle import Reference, draw
 from backpack_core.testing.quantities import ALL_NEEDS, Quantity, installed_extensions, quantity_of
-from backpack_products.derivatives import second_order
-from backpack_products.parametric import AffineRule
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 RefusalCheck = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
@@ -304,15 +302,11 @@ def _around(
         net, arguments = network.build_net(case, samples, **options)
         return net.to(dtype), arguments.to(dtype), network.SoftmaxLoss(reduction)
 
-    in_params = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
-    # A rule's second derivative is that in its first input alone.
-    is_enough = second_order(run.rule).hessian_is_zero or not any(run.live)
-    in_inputs = not run.live or (is_enough and "second derivative" in traits(case))
     may_refuse = set() if case.twice_differentiable else set(quantities.TWICE)
-    if not (in_params and in_inputs) or case.overwrites_input:
+    if traits(case) & {"not every second derivative", "not kept"}:
         may_refuse.add("second derivative")
     # Some quantities do not exist over branches, or for a parameter with two uses.
-    if twice or not isinstance(run.rule, AffineRule):
+    if twice or "not affine" in traits(case):
         may_refuse.add("structure")
     return Problem(build, frozenset(may_refuse))
 

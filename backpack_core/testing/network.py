@@ -308,3 +308,14 @@ def build_net(
     """The small net around a case's layer in double precision, always the same, and its inputs."""
     net = seeded(lambda: SmallNet(case, outputs, **options), 8)
     return net.double(), case.arguments(samples)
+
+
+def loss_net(
+    case: LossCase, reduction: str, dtype: torch.dtype
+) -> tuple[Shrink, Arguments, BoundLoss]:
+    """An elementwise layer, always the same, its input, and the case's loss behind it."""
+    layer = case.as_rule_case(reduction)
+    arguments = layer.arguments(dtype=dtype)
+    first = arguments.args[0]
+    net = seeded(lambda: Shrink(first.shape[1:]), 8)
+    return net.to(dtype), Arguments((first,)), BoundLoss(layer.module(dtype), arguments)

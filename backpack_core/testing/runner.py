@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvatureWarning, nearest
 from backpack_core.testing.cases import Case, installed
-from backpack_core.testing.checks import CHECKS, Check
+from backpack_core.testing.checks import Check, checks_for
 from backpack_core.testing.compare import CheckFailure
 from backpack_core.testing.layer_run import traits
 from backpack_core.testing.network import install_own_rules
@@ -84,7 +84,7 @@ def checks_of(case: Case) -> list[Check]:
             f"{case.label()} cannot be run, so there is nothing to check: "
             f"{type(error).__name__}: {error}"
         ) from error
-    applicable = [check for check in CHECKS[case.kind] if check.needs <= case_traits]
+    applicable = [check for check in checks_for(case.kind) if check.needs <= case_traits]
     names = [check.name for check in applicable]
     unknown = set(case.expected_failures) - set(names)
     if unknown:
@@ -124,7 +124,7 @@ def outcome(case: Case, check: Check) -> CheckResult:
 def first_cause(case: Case, check: Check) -> Check | None:
     """The first failed check among all prerequisites of a check; they run if they have not yet."""
     for prerequisite in checks_of(case):
-        if prerequisite.name in check.prerequisites:
+        if check.rests_on(prerequisite):
             cause = first_cause(case, prerequisite)
             if cause is None and prerequisite.name not in _ran.get(case, {}):
                 outcome(case, prerequisite)
@@ -189,11 +189,11 @@ class BoundCheck:
 
     def _resting(self, check: Check) -> str:
         """The end of the message: how many checks build on a failed one."""
-        names = {check.name}
+        failed = [check]
         for other in checks_of(self.case):
-            names |= {other.name} if names & other.prerequisites else set()
-        rest = f"Not judged, since they rest on it: {len(names) - 1} checks."
-        return rest if len(names) > 1 else ""
+            failed += [other] if any(map(other.rests_on, failed)) else []
+        rest = f"Not judged, since they rest on it: {len(failed) - 1} checks."
+        return rest if len(failed) > 1 else ""
 
 
 def _require_case(case: object) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -18,10 +18,11 @@ from backpack_core.testing import (
     Quantity,
     RuleCase,
     check_case,
+    checks,
     layer_run,
     parametrize_checks,
 )
-from backpack_core.testing.checks import CHECKS
+from backpack_core.testing.checks import checks_for, register_checks
 from tests.kit.layers import Gain, GainRule, Temperature, TemperatureRule, case_of
 from tests.kit.test_faults import WrongSign
 
@@ -31,11 +32,11 @@ NAMES = {
         hessian_is_diagonal linear_in_params derivative jac_t_mat_prod affine_weight affine_form
         param_jac_t_mat_prod jacobian_is_constant called_again jac_mat_prod param_jac_mat_prod
         operations second_derivative second_derivative_mat_prod subsampled_call
-        non_contiguous_columns non_contiguous_input changed_since keeps_dtype
+        non_contiguous_columns non_contiguous_input changed_since
         other_inputs one_sample empty_batch large_inputs other_mode
         mean sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice
-        deepcopy pickle no_live_calls partly_frozen differentiable subsampling float32 autocast
-        bfloat16 mixing_is_refused
+        deepcopy pickle no_live_calls partly_frozen differentiable subsampling keeps_dtype
+        float32 autocast bfloat16 mixing_is_refused
     """,
     "loss": """
         samples_are_separate hessian_is_psd normalisation
@@ -50,22 +51,23 @@ NAMES = {
         declarations mean sum batch_of_one shared_positions single_number residual called_twice
         no_samples quantity frozen_surroundings partly_frozen loss_scaled in_chunks float32
         bfloat16 retain_graph beside_others leaves_gradient_alone pickle_extension no_live_calls
-        degree samples_add differentiable two_halves_mean two_halves_sum subsampling savefield
+        differentiable subsampling savefield degree samples_add two_halves_mean two_halves_sum
     """,
 }
 
 
 def test_no_check_vanishes() -> None:
-    found = {kind: [check.name for check in checks] for kind, checks in CHECKS.items()}
+    found = {kind: [check.name for check in checks_for(kind)] for kind in NAMES}
     assert found == {kind: names.split() for kind, names in NAMES.items()}
     assert all(len(set(names)) == len(names) for names in found.values())
 
 
 def test_prerequisites_are_checks_that_come_before() -> None:
-    for checks in CHECKS.values():
-        names = [check.name for check in checks]
-        for number, check in enumerate(checks):
-            assert check.prerequisites <= set(names[:number]), check.name
+    for kind in NAMES:
+        before: set[str] = set()
+        for check in checks_for(kind):
+            assert check.prerequisites <= before, check.name
+            before |= {check.name, check.kind}
 
 
 def test_what_rests_on_a_failure_is_not_judged() -> None:
@@ -84,16 +86,49 @@ def test_a_failure_that_is_declared_hides_nothing() -> None:
     assert results["called_again"] == "failed"
 
 
+def test_checks_of_libraries_come_after_those_that_they_rest_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In any order of registration; libraries also bring the traits that their checks need."""
+    seen: list[str] = []
+    monkeypatch.setattr(checks, "_checks", [*checks._checks])
+    monkeypatch.setattr(layer_run, "more_traits", [*layer_run.more_traits, lambda run: {"odd": 1}])
+    functions = {name: lambda run, name=name: seen.append(name) for name in ("later", "first")}
+    try:
+        register_checks("rule", "later | odd | first keeps_dtype", functions, layer_run.traits)
+        register_checks("rule", "never | not odd |", {"never": print}, layer_run.traits)
+        register_checks("method", "first | odd |", functions, layer_run.traits)
+        results = {r.check: r for r in check_case(case_of(Gain, WrongSign))}
+        names = [*results]
+    finally:
+        checks_for.cache_clear()
+    assert names.index("first") < names.index("keeps_dtype") < names.index("later")
+    assert seen == ["first"]
+    assert results["later"].message == "not judged: jac_t_mat_prod failed"
+    assert results["mean"].status == "not judged"
+    assert "never" not in names
+
+
+@pytest.mark.parametrize(
+    "first", ["backpack_core.testing", "backpack_products.conformance.loss_checks"]
+)
+def test_the_kit_has_all_checks_whatever_is_imported_first(first: str) -> None:
+    """Authors import the kit alone; it imports the checks of products, which import the kit."""
+    code = (
+        f"import {first}\n"
+        "from backpack_core.testing.checks import checks_for\n"
+        f"print(*(len(checks_for(kind)) for kind in {[*NAMES]}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(len(names.split())) for names in NAMES.values()]
+
+
 def test_needs_are_traits() -> None:
     """A trait that no case can have would switch a check off."""
-    needed = {need for checks in CHECKS.values() for check in checks for need in check.needs}
-    assert {need.removeprefix("not ") for need in needed} <= known_traits()
-
-
-def known_traits() -> set[str]:
-    """The words in quotes in the module that finds them."""
-    tree = ast.parse(inspect.getsource(layer_run))
-    return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    known = {trait.removeprefix("not ") for trait in layer_run.traits(case_of(Gain, GainRule))}
+    known |= {"subsampling", "savefield"}
+    needed = {need for kind in NAMES for check in checks_for(kind) for need in check.needs}
+    assert {need.removeprefix("not ") for need in needed} <= known
 
 
 def test_results_are_structured() -> None:
@@ -150,7 +185,7 @@ def test_losses_and_extensions_have_results_too() -> None:
     from backpack_core.extensions import BatchGrad
 
     results = check_case(ExtensionCase(BatchGrad))
-    assert len(results) == len(CHECKS["extension"])
+    assert len(results) == len(checks_for("extension"))
     assert all(result.ok for result in results)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backpack_core.testing import check_case, temporary_plugin
-from backpack_core.testing.checks import CHECKS
+from backpack_core.testing.checks import checks_for
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "backpack-plugin-rational"
 
@@ -26,7 +26,7 @@ def test_a_short_test_file_gets_the_full_set_of_checks(monkeypatch: pytest.Monke
     assert [result for result in results if not result.ok] == []
     names = {result.check for result in results}
     # It is neither affine nor of zero Hessian nor of constant Jacobian, and mixes nothing.
-    assert {check.name for check in CHECKS["rule"]} - names == {
+    assert {check.name for check in checks_for("rule")} - names == {
         "affine_form",
         "affine_weight",
         "hessian_is_zero",

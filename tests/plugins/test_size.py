@@ -11,8 +11,11 @@ from pathlib import Path
 CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part. The aim is 3,500.
 BUDGET = 3921
-# Beside it; the aim for the kit is 1,650.
-BESIDE = {"testing": 2150, "cli": 2000}
+# Beside it.
+BESIDE = {"testing": 1574, "cli": 2000}
+# The checks that the products library brings to the kit: what moves there is counted, too.
+OF_PRODUCTS = CORE.parent / "plugins/products/backpack_products/conformance"
+BUDGET_OF_PRODUCTS = 607
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,
@@ -34,11 +37,11 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-def counted() -> Counter[str]:
+def counted(folder: Path = CORE) -> Counter[str]:
     """Code lines by room; what lies in the folder itself is a room of its own."""
     found: Counter[str] = Counter()
-    for path in CORE.rglob("*.py"):
-        room = path.relative_to(CORE).parts[0]
+    for path in folder.rglob("*.py"):
+        room = path.relative_to(folder).parts[0]
         found[room] += code_lines(path.read_text(encoding="utf-8"))
     return found
 
@@ -59,3 +62,8 @@ def test_core_stays_within_its_budget() -> None:
     told = ", ".join(f"{room} {number}" for room, number in rooms.most_common())
     assert lines <= BUDGET, f"core has {lines} lines of code: {told}"
     assert lines > BUDGET - 100, f"core has shrunk to {lines} lines: lower its budget"
+
+
+def test_checks_of_products_stay_within_their_budget() -> None:
+    own = sum(counted(OF_PRODUCTS).values())
+    assert BUDGET_OF_PRODUCTS - 30 < own <= BUDGET_OF_PRODUCTS, f"they have {own} lines of code"

@@ -15,13 +15,13 @@ from torch import Tensor
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import Arguments, LossCase, seeded
+from backpack_core.testing.cases import LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
 from backpack_core.testing.layer_run import COLUMNS, run_layer
-from backpack_core.testing.nets import Made, Problem
-from backpack_core.testing.network import BoundLoss, Shrink
-from backpack_core.testing.product_checks import CHANGED, change
+from backpack_core.testing.nets import Problem
+from backpack_core.testing.network import loss_net
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
+from backpack_products.conformance.product_checks import CHANGED, change
 from backpack_products.loss import HessianLossRule, loss_gradient
 from backpack_products.some_samples import subsample
 
@@ -166,27 +166,12 @@ def arriving_gradient(case: LossCase, reduction: str) -> Entries:
         refuses(UnsupportedError, message, run.rule.sqrt_hessian, minus)
 
 
-def in_front_of(
-    case: LossCase, reduction: str, may_refuse: frozenset[str] = frozenset()
-) -> Problem:
-    """A net that is an elementwise layer, with the case's loss."""
-    layer = case.as_rule_case(reduction)
-
-    def build(dtype: torch.dtype) -> Made:
-        arguments = layer.arguments(dtype=dtype)
-        first = arguments.args[0]
-        net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), BoundLoss(layer.module(dtype), arguments)
-
-    return Problem(build, may_refuse)
-
-
 def started_extensions(case: LossCase, reduction: str) -> None:
     """Run every installed extension on an elementwise layer in front of the loss."""
     rule = shared_run(case, reduction).rule
     may_refuse = {"structure"} | (set() if case.sampled else {"sampling"})
     may_refuse |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
-    problem = in_front_of(case, reduction, frozenset(may_refuse))
+    problem = Problem(partial(loss_net, case, reduction), frozenset(may_refuse))
     # Extensions that start at random columns have no exact value here.
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
     extensions, values = problem.run_usable(installed_extensions())
