@@ -83,7 +83,8 @@ class LayerRule(ABC):
         """The axis of an output that holds the samples: 0, except for some outputs that are states.
 
         The engine moves that axis to the front of ``mat``, ``view.output`` and ``view.grad_output``
-        before it calls the rule.
+        before it calls the rule. Inputs other than the first have samples where the output of the
+        same index has: initial states are like final ones.
         """
         return 0
 

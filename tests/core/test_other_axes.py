@@ -22,7 +22,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from tests import oracle
-from tests.cases import Net
+from tests.cases import Net, classification
 
 T, H, D = 3, 2, 2
 
@@ -368,3 +368,48 @@ def test_rows_that_a_rule_refuses_where_they_are_as_many_as_samples(
     for p, gradients in zip(parameters, zip(*single, strict=True), strict=True):
         oracle.assert_close(vars(p)["grad_batch"], torch.stack(gradients))
         assert vars(p)["diag_ggn_exact"].shape == p.shape
+
+
+INITIAL: dict[str, Any] = {
+    "expanded": lambda net, x: net.states.expand(-1, len(x), -1).contiguous(),
+    "computed": lambda net, x: (net.states + x.sum(1)[:, :1]).tanh(),
+    "turned": lambda net, x: net.first(x[:, 0]).view(len(x), 2, 4).transpose(0, 1).contiguous(),
+    "stacked": lambda net, x: torch.stack([net.first(x[:, t])[:, :4] for t in range(2)]),
+    "final": lambda net, x: net.encoder(x.flip(1))[1],
+}
+
+
+def _decoded(net: Any, x: Tensor) -> Tensor:
+    states = net.initial(net, x)
+    is_single = isinstance(net.decoder, nn.LSTM) and isinstance(states, Tensor)
+    outputs, final = net.decoder(x, (states, states.sin()) if is_single else states)
+    last = final[0] if isinstance(final, tuple) else final
+    return net.last(outputs[:, -1]) + last[-1][:, :3]  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("without_cudnn")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("name", INITIAL)
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_initial_states_as_many_as_samples(name: str, kind: type[nn.RNNBase], batch: int) -> None:
+    """Two layers have initial states ``[2, N, H]``, whose axis 0 may be as long as the batch."""
+    options: Any = {"num_layers": 2, "batch_first": True}
+    net = Net(
+        _decoded,
+        states=nn.Parameter(torch.randn(2, 1, 4)),
+        first=nn.Linear(3, 8),
+        encoder=kind(3, 4, **options),
+        decoder=kind(3, 4, **options),
+        last=nn.Linear(4, 3),
+    )
+    net.initial = INITIAL[name]
+    unused = {"states", "first", "encoder"} - {
+        {"expanded": "states", "computed": "states", "final": "encoder"}.get(name, "first")
+    }
+    for part in unused:
+        delattr(net, part)
+    problem = classification(net, (4, 3), batch)
+    for _ in range(4):  # the first passes are measured, with other weights of samples each time
+        problem.check(second=False)
+        problem.check(first=False)
+    problem.check(check="never")

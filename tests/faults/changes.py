@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.cases import Net
 
@@ -93,6 +94,18 @@ def own() -> Net:
     return Net(lambda net, x: torch.tanh(x * net.w), w=nn.Parameter(torch.randn(4)))
 
 
+def uncalled() -> Net:
+    """Parameters that a function uses, of parts that are never called."""
+    gains = nn.ParameterList([torch.randn(4), torch.randn(4)])
+    layers = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 3)}
+    return Net(_uncalled, gains=gains, unused=nn.Linear(4, 4, bias=False), **layers)
+
+
+def _uncalled(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x) * net.gains[0] + net.gains[1]
+    return net.last(torch.tanh(functional.linear(h, net.unused.weight)))  # type: ignore[no-any-return]
+
+
 def trained_norm() -> nn.BatchNorm1d:
     norm = nn.BatchNorm1d(4)
     norm.running_mean, norm.running_var = torch.randn(4), 1.0 + torch.rand(4)
@@ -104,6 +117,7 @@ REPLACED: dict[str, Case] = {
     "last_weight": (deep, (3,), replaced("4.weight")),
     "bias": (deep, (3,), replaced("2.bias")),
     "all": (deep, (3,), replaced(*(f"{i}.{n}" for i in (0, 2, 4) for n in ("weight", "bias")))),
+    "of_parts_never_called": (uncalled, (3,), replaced("gains.0", "gains.1", "unused.weight")),
     "load_state_dict": (deep, (3,), _assigned),
     "module": (deep, (3,), lambda model: model.__setitem__(2, nn.Linear(4, 4))),
     "layer_norm": (between(lambda: nn.LayerNorm(4)), (3,), replaced("1.weight")),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
-from backpack_core import backpack
-from backpack_core.errors import BackpackError, UnsupportedError
-from backpack_core.extensions import GGNMP, HMP, GGNGram
+from backpack_core import backpack, extend, unextend
+from backpack_core.errors import BackpackError, UncoveredParameterWarning, UnsupportedError
+from backpack_core.extensions import GGNMP, HMP, BatchGrad, GGNGram
 from tests import oracle
 from tests.cases import Problem, classification
 from tests.faults.changes import CHANGED, REPLACED, SETTINGS, Change, deep, step
@@ -41,6 +41,32 @@ def check_change(problem: Problem, kind: str, change: Change, on_loss: bool = Fa
 def test_replaced(name: str, kind: str) -> None:
     make, shape, change = REPLACED[name]
     check_change(classification(make(), shape), kind, change)
+
+
+def test_replaced_before_a_later_pass() -> None:
+    """Results of an earlier pass do not stay on a parameter that the model has lost since."""
+    make, shape, change = REPLACED["of_parts_never_called"]
+    problem = classification(make(), shape)
+    problem.run(BatchGrad())
+    expectation, used = expect(problem.expected, "gradients"), problem.parameters
+    problem.model.zero_grad()
+    loss = problem.loss()
+    change(problem.model)
+    with backpack(*expectation.extensions):
+        loss.backward()
+    expectation.compare(used, problem.rtol)
+
+
+def test_a_model_that_is_not_extended_any_more_has_no_parameters() -> None:
+    """So a function that uses one is no use in a model."""
+    other, problem = extend(nn.Linear(3, 3)), classification(deep(), (3,))
+    other(problem.inputs[0])
+    unextend(other)
+    problem.loss()
+    loss = problem.lossfunc(problem.model(*problem.inputs) @ other.weight, problem.target)
+    with pytest.warns(UncoveredParameterWarning), backpack(BatchGrad()):
+        loss.backward()
+    assert not hasattr(other.weight, "grad_batch")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,11 +61,13 @@ def expect_of_call(problem: Problem, tensors: dict[str, Tensor], kind: str) -> E
 
 
 def fast_weights(model: nn.Module, kind: str, names: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Tensors in the place of parameters: leaves, or results of a computation."""
+    """Tensors in the place of parameters: leaves, other parameters, or results."""
     chosen = {n: p for n, p in model.named_parameters() if not names or n in names}
     drawn = {n: torch.randn_like(p) for n, p in chosen.items()}
     if kind == "leaves":
         return {n: tensor.requires_grad_() for n, tensor in drawn.items()}
+    if kind == "parameters":
+        return {n: nn.Parameter(tensor) for n, tensor in drawn.items()}
     return {n: p - 0.5 * drawn[n] for n, p in chosen.items()}
 
 
@@ -91,7 +93,7 @@ def _as_argument(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("made", ["leaves", "results"])
+@pytest.mark.parametrize("made", ["leaves", "parameters", "results"])
 @pytest.mark.parametrize("forward", [_with_a_list, _as_argument])
 def test_parameters_of_parts_that_are_never_called(forward: Any, made: str, kind: str) -> None:
     """Of a list, of a module whose weight is used, or given to a module as an argument."""

@@ -170,7 +170,7 @@ class DyePropagator(Propagator):
         if is_other or not received:
             return False
         # One of several inputs may have samples elsewhere: the states of a recurrent layer.
-        is_known = len(received) == 1 or not any(
+        is_known = len(view.stored.inputs) == 1 or not any(
             is_doubtful(t.shape, len(self._weights)) for t in received
         )
         return is_known and all(map(self._weights.fit, received))

@@ -108,7 +108,7 @@ class RecurrentRule(AffinePairsRule):
             )
 
     def batch_axis(self, view: View, index: int) -> int:
-        """Axis 0 of the sequence, axis 1 of the final states."""
+        """Axis 0 of the sequence, axis 1 of initial and final states."""
         return 0 if index == 0 else 1
 
     def input_axis(self, view: View) -> int:

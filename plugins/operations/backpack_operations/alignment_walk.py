@@ -128,7 +128,7 @@ class Walk:
             operand.is_before |= is_before
         elif result.is_loss:
             operand.positions = count  # a loss says where samples are
-        elif self._is_elsewhere(link):
+        elif self._is_elsewhere(link) or link.is_taken_elsewhere():
             pass
         elif link.is_handed_out(self._size):
             operand.is_picked = True

@@ -44,7 +44,7 @@ from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
 from backpack_products.column_propagator import ColumnPropagator
-from backpack_products.substitutes import is_parameter
+from backpack_products.substitutes import forget_parameters, is_parameter
 
 Grads = Sequence[Tensor | None]
 
@@ -119,7 +119,13 @@ class Operations(Between):
         """The operations that the table does not list as linear."""
         return nonlinear(self.survey)
 
-    latest_plan, forget = staticmethod(plans.latest), staticmethod(plans.forget)
+    latest_plan = staticmethod(plans.latest)
+
+    @staticmethod
+    def forget(model: Module) -> None:
+        """Forget the plans of a model, and which parameters it had."""
+        plans.forget(model)
+        forget_parameters(model)
 
     # Visits ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.record.models import MODELS, OWNER_ATTRIBUTE, owners_of
-from backpack_products.substitutes import SUBSTITUTES
+from backpack_products.substitutes import PARAMETERS, SUBSTITUTES
 
 
 def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
@@ -24,12 +24,13 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
     """The owning module and the name there of each parameter of all extended models, by ``id``.
 
     If no module of a model is called (``F.linear(x, model.weight)``), only this table connects its
-    parameters with it.
+    parameters with it. One that a model had when it ran, and has lost since, is that model's.
     """
     living = (reference() for reference in MODELS.valuerefs())
     models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
     modules = (module for model in models for module in model.modules())
-    handed = [(key, part(), name) for key, (_, part, name) in [*SUBSTITUTES.items()]]
+    noted = [*PARAMETERS.items(), *SUBSTITUTES.items()]
+    handed = [(key, part(), name) for key, (_, part, name) in noted]
     return {key: (part, name) for key, part, name in handed if part is not None} | {
         id(own): (module, name)
         for module in modules

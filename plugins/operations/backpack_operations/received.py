@@ -20,7 +20,7 @@ from backpack_core.record.models import Run, owner_of
 from backpack_core.record.nested import items_of
 from backpack_operations._torch import modes
 from backpack_operations.row_sums import Made, Sums, has_rows, sums_of, sums_of_pixels
-from backpack_products.substitutes import note_substitutes
+from backpack_products.substitutes import note_parameters
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
 RETURNED: Final = "backpack_returned"
@@ -267,7 +267,7 @@ def run_of(model: Module | None, received: Sequence[Any], axis: int) -> ModelRun
     Raises:
         UsageError: No argument has the declared batch axis.
     """
-    note_substitutes(model)
+    note_parameters(model)
     placed = [*placed_tensors(received)]
     run = ModelRun(placed, axis, is_distributed(model))
     if axis and placed and not run.sizes:

@@ -14,6 +14,7 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph import is_leaf
 from backpack_core.record.call import Edge
+from backpack_core.record.view import View
 from backpack_operations import nodes
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.received import is_returned
@@ -128,6 +129,13 @@ class Link(NamedTuple):
     def is_broadcast(self) -> bool:
         """Whether the result has more axes than the operand."""
         return len(self.operand.shape) < len(self.result.shape)
+
+    def is_taken_elsewhere(self) -> bool:
+        """Whether a call takes the samples of the operand on another axis, as an initial state."""
+        site = self.result.site
+        if site is None or not (self.position and self.result.is_call):
+            return False
+        return bool(site.call.rule.batch_axis(View(site.call, site.index), self.position))
 
     def is_beside(self) -> bool:
         """Whether the samples of the result may come from another operand."""

@@ -1,4 +1,7 @@
-"""Tensors that stand in for parameters, as ``torch.func.functional_call`` puts them there."""
+"""What stood where parameters do when a model ran: its own, and what stood in for them.
+
+``torch.func.functional_call`` puts other tensors there, and a parameter may be replaced later.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from torch.nn import Module, Parameter
 
 from backpack_core._torch import Node
 
+Homes = dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]]
 # Tensors that stood in for parameters, by ``id``: each with its module and its name there.
-SUBSTITUTES: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
+SUBSTITUTES: Homes = {}
+# The parameters of models that ran. A model may have lost one since.
+PARAMETERS: Homes = {}
 
 
-def note_substitutes(module: Module | None) -> None:
-    """Note the substitutes of a model that is about to run.
+def note_parameters(module: Module | None) -> None:
+    """Note the parameters of a model that is about to run, and the substitutes among them.
 
     Hooks of submodules do not see all of them: a parameter of a list, or a tied weight, may belong
     to a submodule that is never called.
@@ -27,15 +33,30 @@ def note_substitutes(module: Module | None) -> None:
             parts += [inner for inner in part._modules.values() if inner is not None]
         parameters: Mapping[str, Tensor | None] = part._parameters
         for name, tensor in parameters.items():
-            if tensor is not None and not isinstance(tensor, Parameter):
-                key = id(tensor)
-                forget = partial(_forget, key)
-                SUBSTITUTES[key] = weakref.ref(tensor, forget), weakref.ref(part), name
+            if tensor is None:
+                continue
+            homes = PARAMETERS if isinstance(tensor, Parameter) else SUBSTITUTES
+            if homes is SUBSTITUTES or not _is_at_home(tensor):
+                forget = partial(_forget, homes, id(tensor))
+                homes[id(tensor)] = weakref.ref(tensor, forget), weakref.ref(part), name
 
 
-def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in SUBSTITUTES and SUBSTITUTES[key][0] is reference:
-        del SUBSTITUTES[key]
+def _is_at_home(parameter: Tensor) -> bool:
+    """Whether a parameter is noted, and still where it was then."""
+    _, reference, name = PARAMETERS.get(id(parameter), (None, None, ""))
+    part = None if reference is None else reference()
+    return part is not None and part._parameters.get(name) is parameter
+
+
+def forget_parameters(module: Module) -> None:
+    """Forget the parameters of a module that belongs to no model any more."""
+    for parameter in module._parameters.values():
+        PARAMETERS.pop(id(parameter), None)
+
+
+def _forget(homes: Homes, key: int, reference: weakref.ref[Tensor]) -> None:
+    if key in homes and homes[key][0] is reference:
+        del homes[key]
 
 
 def is_parameter(tensor: Tensor) -> bool:
