@@ -35,17 +35,11 @@ def note_parameters(module: Module | None) -> None:
         for name, tensor in parameters.items():
             if tensor is None:
                 continue
-            homes = PARAMETERS if isinstance(tensor, Parameter) else SUBSTITUTES
-            if homes is SUBSTITUTES or not _is_at_home(tensor):
-                forget = partial(_forget, homes, id(tensor))
-                homes[id(tensor)] = weakref.ref(tensor, forget), weakref.ref(part), name
-
-
-def _is_at_home(parameter: Tensor) -> bool:
-    """Whether a parameter is noted, and still where it was then."""
-    _, reference, name = PARAMETERS.get(id(parameter), (None, None, ""))
-    part = None if reference is None else reference()
-    return part is not None and part._parameters.get(name) is parameter
+            homes, key = PARAMETERS if isinstance(tensor, Parameter) else SUBSTITUTES, id(tensor)
+            known = homes.get(key)
+            if known is None or known[1]() is not part or known[2] != name:
+                forget = partial(_forget, homes, key)
+                homes[key] = weakref.ref(tensor, forget), weakref.ref(part), name
 
 
 def forget_parameters(module: Module) -> None:
