@@ -86,6 +86,29 @@ def test_the_block_list_wins(
     assert found("norm").state == "blocked"
 
 
+@pytest.mark.parametrize(
+    ("listed", "allowed"), [("first", "abc"), ("Backpack.plugin_b", "bc"), ("third", "c"), ("", "")]
+)
+def test_libraries_of_what_is_listed_are_allowed(
+    listed: str, allowed: str, fake_distribution: FakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directly and through others; not the distributions that require it, nor those of an extra."""
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", listed)
+    requires = {
+        "a": ("backpack_plugin_b>=0.1",),
+        "b": ("Backpack.Plugin.C (>=0.1)", "torch"),
+        "c": ("backpack-plugin-d; extra == 'more'",),
+        "d": (),
+    }
+    for (which, needed), name in zip(
+        requires.items(), ("first", "second", "third", "torch"), strict=True
+    ):
+        distribution = f"backpack-plugin-{which}"
+        fake_distribution(distribution, entry_points={name: "gone:Gone"}, requires=needed)
+    mine = [p for p in plugins.known_plugins() if p.value == "gone:Gone"]
+    assert {p.distribution[-1] for p in mine if p.state == "not loaded"} == {*allowed}
+
+
 def test_the_first_release_on_the_path_counts(
     fake_distribution: FakeDistribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
