@@ -23,6 +23,7 @@ from backpack_core import (
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.testing import temporary_plugin
+from backpack_products.loss import loss_gradient
 from backpack_products.open_functions import Operation
 
 
@@ -94,7 +95,7 @@ class Gradients(Propagator):
     subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Tensor:
-        return rule.gradient(view)
+        return loss_gradient(view)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
         (product,) = rule.jac_t_mat_prod(view, quantity.unsqueeze(0))

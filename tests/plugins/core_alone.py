@@ -50,6 +50,9 @@ class SquaresRule(LossRule):
     def normalisation(self, view):
         return 1.0  # only sums are used here
 
+    def gradient(self, view):
+        return 2 * (view.input - view.tensor_input(1)) * view.grad_output
+
 
 class Columns(Reading):
     def __init__(self, mat):

@@ -255,10 +255,12 @@ class Operations(Between):
         (own,) = self.survey.trained[site.call]
         sent = cast("NodeSchedule", run.schedule).waiting_at(site)
         if sent or run.sink.waits_for(own.parameter):
+            assert isinstance(run, GraphPass)
             view = run.view(site, gradient)
             for lane in sent:
                 run.traversal.visit(lane, site, view)
             run.sink.end(view, own.parameter)  # nothing else is sent to it
+            run.visiting = None
             self._visited_modules[site.call.module] = None
 
     def end(self, run: BackwardPass) -> None:

@@ -17,7 +17,7 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.backward import Arguments, BackwardPass
 from backpack_core.engine.observers import answers
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.view import View
 from backpack_operations._torch import at_end_of_pass
 from backpack_operations.planning import Planning
@@ -34,12 +34,13 @@ class GraphPass(BackwardPass):
         is_driven: Whether a driver makes the visits, and :meth:`precede` and :meth:`conclude` are
             called around each; otherwise, :meth:`visit` does the same.
         only_reads: Whether calls without parameters need no visit.
+        visiting: The view of the call that is visited now.
     """
 
     between: Operations
     is_driven = only_reads = False
     _planning: Planning | None = None
-    _visiting: View | None = None
+    visiting: View | None = None
 
     def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
         """Find out about the graph; see the base class."""
@@ -100,10 +101,15 @@ class GraphPass(BackwardPass):
         if self.context.propagators and site[:2] not in self.survey.sites:
             self.look_around([site.edge])
         if self.is_driven:
-            self._visiting = self.view(site, grad)
-            self.visit_groups(site, self._visiting, changed_by)
+            self.visit_groups(site, self.view(site, grad), changed_by)
         else:
             super().visit(site, grad, changed_by)
+            self.visiting = None
+
+    def view(self, site: Site, grad: Tensor | None, kept: CallCaches | None = None) -> View:
+        """What rules see at an output, which is visited now; see the base class."""
+        self.visiting = super().view(site, grad, kept)
+        return self.visiting
 
     def precede(self, site: Site, grad: Tensor | None) -> None:
         """Let observers look at an output before a driver visits it."""
@@ -115,10 +121,10 @@ class GraphPass(BackwardPass):
     def conclude(self, site: Site, grad: Tensor | None) -> None:
         """Let observers look at an output that a driver has visited, and let go of the call."""
         if self.after:
-            view = self._visiting or self.view(site, grad)
+            view = self.visiting or self.view(site, grad)
             for look in self.after:
                 look(view)
-        self._visiting = None
+        self.visiting = None
         self.let_go(site.call)
 
     def see_end(self) -> None:
