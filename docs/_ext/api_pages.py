@@ -195,6 +195,8 @@ PAGES = (
             "backpack_core.preferences.preference",
             "backpack_core.autocast.without_autocast",
             "backpack_products.contexts.suspended",
+            "backpack_products.loss.loss_factor",
+            "backpack_products.loss.loss_gradient",
             "backpack_products.nested.map_tensors",
             "backpack_operations.carrier.Carrier",
             "backpack_operations.carrier.ParameterResult",

@@ -75,7 +75,7 @@ def test_two_packages_are_a_conflict_where_the_form_is_met(packages: tuple[str, 
     assert largest(table().product) == -1
     with pytest.raises(PluginConflictError) as error:
         largest(of_affine())
-    for word in (f"the version for '{KEY}'", "fast", "backpack-plugin-firstorder 0.", "prefer("):
+    for word in (f"the version '{KEY}'", "fast", "backpack-plugin-firstorder 0.", "prefer("):
         assert word in str(error.value)
 
 

@@ -413,3 +413,19 @@ def test_initial_states_as_many_as_samples(name: str, kind: type[nn.RNNBase], ba
         problem.check(second=False)
         problem.check(first=False)
     problem.check(check="never")
+
+
+@pytest.mark.usefixtures("without_cudnn")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_constant_initial_states_behind_a_layer(kind: type[nn.RNNBase]) -> None:
+    """The rule has products for them, too, which go nowhere; also in passes that trust rules."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        states = torch.ones(1, len(x), 5, dtype=x.dtype)
+        given = (states, states) if kind is nn.LSTM else states
+        return net.last(net.decoder(net.first(x), given)[0][:, -1])  # type: ignore[no-any-return]
+
+    parts: dict[str, Any] = {"first": nn.Linear(3, 4), "last": nn.Linear(5, 3)}
+    problem = classification(Net(run, decoder=kind(4, 5, batch_first=True), **parts), (4, 3), 3)
+    for _ in range(3):
+        problem.check(first=False)

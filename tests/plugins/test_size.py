@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "backpack_core"
-# All of core together, of which the kit and the command are no part. The aim is 3,500.
-BUDGET = 3921
+# All of core together, of which the kit and the command are no part.
+BUDGET = 3500
 # Beside it.
 BESIDE = {"testing": 1574, "cli": 2000}
 # The checks that the products library brings to the kit: what moves there is counted, too.

@@ -196,11 +196,13 @@ class DyePropagator(Propagator):
         except Exception:  # the other quantities may not need this product
             return lost
         unit = max(quantity.unit, self._unit_inside(view))
-        found = [p if p is None or not is_one else self._weights.dyed(p[0]) for p in products]
+        # A product for an input without a graph goes nowhere, and may have samples elsewhere.
+        sent = {i: p for i in _live(view) if i < len(products) and (p := products[i]) is not None}
         return {
-            i: quantity._replace(columns=quantity.columns.split(p), unit=unit)
-            for i, p in enumerate(found)
-            if p is not None
+            i: quantity._replace(
+                columns=quantity.columns.split(self._weights.dyed(p[0]) if is_one else p), unit=unit
+            )
+            for i, p in sent.items()
         }
 
     def products(
