@@ -12,7 +12,7 @@ CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part.
 BUDGET = 3500
 # Beside it.
-BESIDE = {"testing": 1574, "cli": 2000}
+BESIDE = {"testing": 1575, "cli": 2000}
 # The checks that the products library brings to the kit: what moves there is counted, too.
 OF_PRODUCTS = CORE.parent / "plugins/products/backpack_products/conformance"
 BUDGET_OF_PRODUCTS = 607
