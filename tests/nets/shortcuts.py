@@ -90,6 +90,10 @@ _COLUMN = [f"{_PRODUCTS}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.pro
 _INTERPLAY = "backpack_interplay"
 _LEFT_OUT = f"{_INTERPLAY}.gradient.inputs_without"
 
+_READ_WHAT_AUTOGRAD_SAVED = [
+    *("attention_nodes", "dropout", "max_pooling", "normalization", "piecewise_linear"),
+]
+
 SHORTCUTS: dict[str, Shortcut] = {
     "condensed columns": Shortcut(
         {f"{_SECOND}.condensed.WORTHWHILE": 0.0},
@@ -154,9 +158,11 @@ SHORTCUTS: dict[str, Shortcut] = {
         {},
         [f"{_OPERATIONS}.inside._reach"],
     ),
-    "calls passed by": Shortcut({f"{_CORE}.engine.backward.BackwardPass.passes_by": never}),
+    "calls passed by": Shortcut({f"{_OPERATIONS}.passes.GraphPass.passes_by": never}),
     "quick recording": Shortcut({f"{_CORE}.recording.simple_node": nothing}),
-    "what autograd saved": Shortcut({f"{_CORE}.record.view.View.saved": nothing}),
+    "what autograd saved": Shortcut(
+        {f"backpack_layers.{name}.saved_in": nothing for name in _READ_WHAT_AUTOGRAD_SAVED}
+    ),
     "the kernel of attention": Shortcut({"backpack_layers.attention._by_kernel": nothing}),
     "factors of Hessians": Shortcut(
         {f"{_SECOND}.signed_sqrt._may_factor": never}, {}, [f"{_SECOND}.signed_sqrt._factored"]
