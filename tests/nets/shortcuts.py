@@ -90,9 +90,13 @@ _COLUMN = [f"{_PRODUCTS}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.pro
 _INTERPLAY = "backpack_interplay"
 _LEFT_OUT = f"{_INTERPLAY}.gradient.inputs_without"
 
-_READ_WHAT_AUTOGRAD_SAVED = (
-    "attention_nodes dropout max_pooling normalization piecewise_linear".split()
-)
+_READ_WHAT_AUTOGRAD_SAVED = [
+    "attention_nodes",
+    "dropout",
+    "max_pooling",
+    "normalization",
+    "piecewise_linear",
+]
 
 SHORTCUTS: dict[str, Shortcut] = {
     "condensed columns": Shortcut(
