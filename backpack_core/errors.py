@@ -43,12 +43,12 @@ from typing import Any
 
 
 def entry(kind: type) -> str:
-    """The name under which the manual explains an error or warning: its nearest class here."""
-    return next(
-        base.__name__
-        for base in kind.__mro__
-        if base.__module__.startswith("backpack_") and "_plugin_" not in base.__module__
-    )
+    """The name under which the manual explains an error or warning.
+
+    It is that of the nearest class here, or of a library that says ``in_manual = True`` in it.
+    """
+    bases = (b for b in kind.__mro__ if b.__module__ == __name__ or "in_manual" in vars(b))
+    return next(bases).__name__
 
 
 class BackpackError(Exception):

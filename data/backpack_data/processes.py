@@ -32,6 +32,8 @@ NONE_LEFT, HAS_BATCH, HAS_FAILED = range(3)  # what processes in step say before
 class LostProcessError(BackpackError, RuntimeError):
     """Another process failed, ended or hung before it was through its part of the data."""
 
+    in_manual = True
+
 
 class Heartbeat:
     """Writes to the default group's store that this process is alive, and reads it of the others.

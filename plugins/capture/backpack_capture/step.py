@@ -35,6 +35,8 @@ class CaptureWarning(BackpackWarning):
     The message says why. ``report()`` says it again.
     """
 
+    in_manual = True
+
 
 class _Form:
     """What is known about steps with arguments of some shapes, and the present modules.

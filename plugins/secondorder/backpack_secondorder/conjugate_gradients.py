@@ -18,6 +18,8 @@ from backpack_secondorder.matrix_arguments import check_damping
 class ConvergenceError(BackpackError, ArithmeticError):
     """An iterative method did not reach the requested accuracy."""
 
+    in_manual = True
+
 
 @dataclass(frozen=True)
 class Solution:

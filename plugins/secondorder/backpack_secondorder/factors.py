@@ -29,6 +29,8 @@ WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 class StructureError(UnsupportedError):
     """A parameter has no Kronecker factors."""
 
+    in_manual = True
+
 
 @Operation
 def block(product: SampleProduct) -> Tensor:
