@@ -356,12 +356,16 @@ class PlannedFacts(NamedTuple):
             for call in dict.fromkeys((*survey.compared, *tables))
             if call in first
         ]
-        if alignment is None and uses is None and not (looked_at or read or compared or insides):
-            return None
         places = {site: n for n, site in enumerate(structure.sites)}
         at_losses = tuple([(places[site], owners) for site, owners in rows.items()])
         by_values = tuple(looked_at), tuple(read), tuple(compared)
-        return cls(alignment, uses, *by_values, at_losses, tuple(insides))
+        found = cls(alignment, uses, *by_values, at_losses, tuple(insides))
+        return found if found.is_unusual else None
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether there is anything to keep; rows of losses are nothing without an alignment."""
+        return any(self._replace(losses=()))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -375,9 +379,8 @@ class PlannedFacts(NamedTuple):
     @property
     def without_data(self) -> PlannedFacts | None:
         """The facts without those about data that calls received."""
-        alignment, uses, looked_at, read, *_, insides = self
-        is_rest = alignment or uses or looked_at or read or insides
-        return self._replace(compared=()) if is_rest else None
+        found = self._replace(compared=())
+        return found if found.is_unusual else None
 
     def hold(self, known: Planned, structure: Structure, told: Told | None) -> bool:
         """Whether values tell the same sample ids, and opened calls have the same operations.

@@ -37,7 +37,6 @@ from backpack_operations.received import (
 )
 from backpack_products.substitutes import computed_substitutes, is_parameter
 
-Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that the walk goes through, each inside of the next
 
 OVERWRITTEN = "a view was overwritten in place"
@@ -73,7 +72,7 @@ class Structure:
         self._rows: list[Rows] = []  # of memories that calls received outside of models
         self._regions: dict[Node, Region] = {}
         self._indexing: list[Node] = []
-        self.places: dict[Place, int] = {}
+        self.places: dict[nodes.NodeOutput, int] = {}
         todo: list[tuple[Node, int, Region]] = [(*edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
         sites, places, facts = self.sites, self.places, self._facts

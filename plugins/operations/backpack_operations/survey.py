@@ -240,7 +240,7 @@ class GraphSurvey(Survey):
         return list(dict.fromkeys(site.call.path for site in sites if site is not None))
 
     def add_leaf(self, site: Site) -> None:
-        """Add the call that stands for a parameter, and returns it."""
+        """Add the call that stands for a parameter."""
         self.leaves[site.edge.node, site.edge.output_nr] = site
         self.sites[site.call, site.index] = site
         self.axes[site.call, site.index] = 0
