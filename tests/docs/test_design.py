@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
-HOMES = ("backpack_core", "plugins", "benchmarks")
+HOMES = ("backpack_core", "plugins", "benchmarks", "tests")
 FILES = {
     path.relative_to(ROOT).as_posix() for home in HOMES for path in (ROOT / home).rglob("*.py")
 }
