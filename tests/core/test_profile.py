@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from backpack_checks.profile import Summary
 from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
-from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact
+from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact, DiagHessian
 
 
 class Shift(nn.Module):
@@ -46,6 +47,16 @@ def test_a_row_for_each_module_and_extension() -> None:
     assert rows["Linear '2'", "MixedSqrt"].way == "sent"
     assert all(row.seconds > 0 for row in summary.rows)
     assert summary.rows == sorted(summary.rows, key=lambda row: -row.seconds)
+
+
+def test_no_time_is_counted_twice() -> None:
+    """Residuals of the softmax go through the rest of the net while it is visited."""
+    layers = (nn.Linear(20, 200), nn.Sigmoid(), nn.Linear(200, 60), nn.Softmax(1), nn.Linear(60, 3))
+    model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.CrossEntropyLoss())
+    begin = perf_counter()
+    with backpack(DiagHessian(chunk_size=1), check="never") as block:
+        lossfunc(model(torch.randn(16, 20)), torch.randint(3, (16,))).backward()
+    assert sum(row.seconds for row in block.summary().rows) < perf_counter() - begin
 
 
 def test_what_the_library_checks_is_one_row() -> None:
