@@ -14,6 +14,7 @@ from backpack_checks.profile import Profile, Summary
 from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
 from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_products.tuning import within_budget
 
 
 class Shift(nn.Module):
@@ -61,9 +62,9 @@ def test_no_time_is_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     timed = Profile.__call__
     monkeypatch.setattr(Profile, "__call__", watch)
-    layers = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, 3)
+    layers = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 20), nn.Softmax(1), nn.Linear(20, 3)
     model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.CrossEntropyLoss())
-    with backpack(DiagHessian(chunk_size=1)) as block:
+    with within_budget(1), backpack(DiagHessian()) as block:
         lossfunc(model(torch.randn(5, 3)), torch.randint(3, (5,))).backward()
     ways = {(row.module, row.way): row.calls for row in block.summary().rows}
     assert ways["Linear '0'", "rule"] > ways["Linear '4'", "rule"]  # with chunks of residuals
