@@ -142,17 +142,18 @@ class backpack:
             >>> print(block.summary())
 
         Raises:
-            MissingPluginError: ``backpack-checks``, which measures this, is not installed.
+            MissingPluginError: ``backpack-operations``, which takes times, or ``backpack-checks``,
+                which adds them up, is not installed or is blocked.
         """
         ensure_loaded()
-        watch = self._watched()
-        if watch is None:
-            raise missing("block.summary() needs a library: pip install backpack-checks.", "checks")
+        if (watch := self._watched()) is None:
+            needed = "pip install backpack-checks backpack-operations"
+            raise missing(f"block.summary() needs two libraries: {needed}.", "checks")
         return watch.summary(self._history)
 
     def _watched(self) -> Any:
-        """What measures this block; ``None`` if nothing does."""
-        if self._watch is None and (kind := answer("backpack_watch")) is not None:
+        """What adds up times; ``None`` if nothing does, or if nothing takes them."""
+        if not self._watch and answer("backpack_operation") and (kind := answer("backpack_watch")):
             self._watch = kind()
         return self._watch
 

@@ -57,7 +57,7 @@ class Plugin:
     @property
     def package(self) -> str:
         """The top-level package or module of the entry point."""
-        return re.split(r"[.:\s]", self.value.strip())[0]
+        return re.split(r"[.:\s\[]", self.value.strip())[0]
 
     @property
     def attribute(self) -> str:
@@ -70,7 +70,7 @@ class Plugin:
         Raises:
             PluginError: The module has no such attribute.
         """
-        name = self.value.partition(":")[0].strip()
+        name = re.split(r"[:\[]", self.value)[0].strip()
         module = import_module(name)
         try:
             return attrgetter(self.attribute)(module) if self.attribute else module

@@ -285,7 +285,7 @@ class Between:
         grads: Sequence[Tensor | None],
         changed_by: Sequence[Any] | None,
     ) -> None:
-        """Autograd has reached an output of a call. Default: visit it.
+        """Autograd has reached an output of a call. Default: visit it, if it is in the chain.
 
         Args:
             run: The pass.
@@ -293,11 +293,13 @@ class Between:
             grads: The gradients that autograd goes on with at its node; ``None`` for zero.
             changed_by: See :meth:`BackwardPass.visit`.
         """
+        is_met = site[:2] in self.survey.sites or site.call.is_released
+        if self.context.propagators and not is_met:
+            raise needs_operations(f"{site.call.path} ran inside of a module with a layer rule")
         run.visit(site, grads[site.edge.output_nr], changed_by)
 
     def end(self, run: BackwardPass) -> None:
         """Autograd has finished: visit what it did not get to. Default: nothing."""
-        return
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Refuse: at every edge of a chain there is a call.

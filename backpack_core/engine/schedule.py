@@ -69,7 +69,6 @@ class Schedule:
 
     def await_site(self, site: Site) -> None:
         """Something waits at a call for the first time. Default: autograd will visit it."""
-        return
 
     def see_end(self) -> None:
         """Raise unless everything that was sent has been taken.

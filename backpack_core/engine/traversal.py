@@ -14,7 +14,7 @@ from backpack_core.contract.bases import is_of_base
 from backpack_core.contract.propagator import Propagator, Reading
 from backpack_core.engine.active import Group
 from backpack_core.engine.location import nothing_arrived, place
-from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
+from backpack_core.engine.schedule import NOTHING, Schedule, Waiting, add
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import ShapeError
 from backpack_core.graph import Trained
@@ -184,14 +184,16 @@ class Traversal:
 
     def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
         """What goes to the inputs of the call, by position."""
-        lane, (call, *_), view, carrier, _ = visit
-        inputs: dict[int, Any] = carrier.send(view, quantity)
-        if not carrier.gives_values and not call.rule.is_loss:
+        inputs: dict[int, Any] = self.carried(visit, quantity)
+        if not visit.carrier.gives_values and not visit.site.call.rule.is_loss:
+            merge = self.groups[visit.lane].propagator.merge
             for position, new in self.residuals(visit).items():
-                old = inputs.get(position)
-                merge = self.groups[lane].propagator.merge
-                inputs[position] = new if old is None else merge(old, new)
+                inputs[position] = add(merge, inputs.get(position), new)
         return inputs
+
+    def carried(self, visit: Visit, quantity: Any) -> Any:
+        """What the carrier sends to the inputs of the call, by position."""
+        return visit.carrier.send(visit.view, quantity)
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
         """The residual terms that a call adds, by position of the input."""

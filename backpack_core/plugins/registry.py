@@ -213,12 +213,10 @@ _KINDS: dict[str, tuple[str, type]] = {
 }
 
 
-def hook_of(obj: object) -> str | None:
+def hook_of(obj: Any) -> str | None:
     """The hook that would return a class; ``None`` if it is of another kind."""
-    hooks = (
-        h for h, (_, base) in _KINDS.items() if isinstance(obj, type) and issubclass(obj, base)
-    )
-    return next(hooks, None)
+    kinds = _KINDS.items() if isinstance(obj, type) else ()
+    return next((hook for hook, (_, base) in kinds if issubclass(obj, base)), None)
 
 
 def contributions(hook: str, item: Any, is_new: bool) -> list[Contribution]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +73,7 @@ def unshared(value: Any, view: View, results: set[int]) -> Any:
     """
     if not isinstance(value, Tensor):
         if isinstance(value, (list, dict)):
+            value = copy(value)  # another parameter may get the same object
             for key, item in enumerate(value) if isinstance(value, list) else value.items():
                 value[key] = unshared(item, view, results)
         elif isinstance(value, tuple):

@@ -35,7 +35,6 @@ def items_of(value: Any) -> Iterable[Any]:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of a dataclass or a distribution; none of other objects."""
-    """The attributes of a dataclass or distribution; nothing for other objects."""
     if isinstance(value, Distribution):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):

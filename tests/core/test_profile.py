@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_checks.profile import Summary
+from backpack_checks.profile import Profile, Summary
 from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
-from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact
+from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_products.tuning import within_budget
 
 
 class Shift(nn.Module):
@@ -46,6 +47,27 @@ def test_a_row_for_each_module_and_extension() -> None:
     assert rows["Linear '2'", "MixedSqrt"].way == "sent"
     assert all(row.seconds > 0 for row in summary.rows)
     assert summary.rows == sorted(summary.rows, key=lambda row: -row.seconds)
+
+
+def test_no_time_is_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residuals of the softmax go through the rest of the net while it is visited."""
+    under_way: list[str] = []
+
+    def watch(profile: Profile, module: nn.Module, kind: type, way: str, *call: Any) -> Any:
+        assert not under_way
+        under_way.append(way)
+        result = timed(profile, module, kind, way, *call)
+        under_way.clear()
+        return result
+
+    timed = Profile.__call__
+    monkeypatch.setattr(Profile, "__call__", watch)
+    layers = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 20), nn.Softmax(1), nn.Linear(20, 3)
+    model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.CrossEntropyLoss())
+    with within_budget(1), backpack(DiagHessian()) as block:
+        lossfunc(model(torch.randn(5, 3)), torch.randint(3, (5,))).backward()
+    ways = {(row.module, row.way): row.calls for row in block.summary().rows}
+    assert ways["Linear '0'", "rule"] > ways["Linear '4'", "rule"]  # with chunks of residuals
 
 
 def test_what_the_library_checks_is_one_row() -> None:

@@ -28,6 +28,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_products import FirstOrderExtension, SampleProduct
 from tests.cases import Net, Problem, classification, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -223,3 +224,20 @@ def test_what_autograd_returns_is_no_part_of_a_result() -> None:
     expected = net.token.grad_batch.clone()
     gradient.fill_(torch.nan)
     assert torch.equal(net.token.grad_batch, expected)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_one_object_that_is_returned_for_all_parameters(kind: type) -> None:
+    class Same(FirstOrderExtension):
+        savefield = "same"
+        value = [torch.ones(3)] if kind is list else {0: torch.ones(3)}
+
+        def read(self, product: SampleProduct) -> Any:
+            return self.value
+
+    problem = classification(mlp(), (3,))
+    problem.run(Same())
+    first, *others = [parameter.same for parameter in problem.model.parameters()]
+    first[0].fill_(torch.nan)
+    first[0] = None
+    assert all(torch.equal(value[0], torch.ones(3)) for value in (*others, Same.value))

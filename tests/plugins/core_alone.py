@@ -118,12 +118,39 @@ for parameter in model.parameters():
             diagonal += 2 * torch.autograd.grad(one, parameter, retain_graph=True)[0].square()
     assert (parameter.curvature - diagonal).abs().max() < 1e-12
 
-said = ""
-try:
-    loss = lossfunc(model[2](torch.tanh(model[0](X))), y)
-    with backpack(Individual()):
-        loss.backward()
-except MissingPluginError as error:
-    said = str(error)
-assert "pip install backpack-operations" in said, said
-print(said)
+
+class Around(nn.Module):
+    """A module with a layer rule, inside of which another one runs that it does not own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, x):
+        return 2 * self.inner[0](x)
+
+
+@register
+class AroundRule(LayerRule):
+    module_types = (Around,)
+
+    def _jac_t_mat_prod(self, view, mat):
+        return 2 * mat @ view.module.inner[0].weight
+
+
+def refused(output):
+    """What is said about a net that is no chain."""
+    loss = lossfunc(output, y)
+    try:
+        with backpack(Individual()):
+            loss.backward()
+    except MissingPluginError as error:
+        return str(error)
+    raise AssertionError("The net was taken for a chain.")
+
+
+nested = nn.Sequential(Around(extend(nn.Linear(3, 3))), nn.Linear(3, 2))
+for output in (model[2](torch.tanh(model[0](X))), extend(nested)(X)):
+    said = refused(output)
+    assert "pip install backpack-operations" in said, said
+    print(said)

@@ -157,6 +157,29 @@ assert not step(model(torch.rand(5, 3)).square().sum())[1]
 """
 
 
+TIMES = """
+import torch
+from torch import nn
+from backpack_core import backpack, extend
+from backpack_core.errors import MissingPluginError
+from backpack_core.extensions import BatchGrad
+
+model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+with backpack(BatchGrad()) as block:
+    lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2)).backward()
+try:
+    block.summary()
+except MissingPluginError as error:
+    print(error)
+"""
+
+
+def test_without_operations_nobody_takes_times() -> None:
+    """Instead of a table without rows."""
+    said = python(TIMES, BACKPACK_BLOCK_PLUGINS="backpack-operations")
+    assert "Installed, but blocked: backpack-operations" in said
+
+
 def test_without_the_library_core_says_what_to_install() -> None:
     said = python(WITHOUT, BACKPACK_BLOCK_PLUGINS="backpack-checks")
     assert said.count("pip install backpack-checks") == 3

@@ -40,6 +40,19 @@ def test_listing_imports_nothing(fake_distribution: FakeDistribution) -> None:
     assert "norm_module" not in sys.modules
 
 
+@pytest.mark.parametrize("value", ["norm_module", "norm_module:GradNorm", "norm_module : GradNorm"])
+@pytest.mark.parametrize("extras", ["", "[more]", " [more, most]"])
+def test_extras_of_an_entry_point_are_left_out(
+    fake_distribution: FakeDistribution, value: str, extras: str
+) -> None:
+    fake_distribution(
+        "backpack-plugin-norm", entry_points={"norm": value + extras}, modules=NORM_MODULE
+    )
+    plugin, kind = found("norm"), "GradNorm" if ":" in value else ""
+    assert (plugin.package, plugin.attribute) == ("norm_module", kind)
+    assert plugin.find().__name__ == (kind or "norm_module")
+
+
 def test_loading_is_lazy_until_extend(fake_distribution: FakeDistribution) -> None:
     fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
     assert "norm_module" not in sys.modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from backpack_core.testing import (
 )
 from backpack_products import FirstOrderExtension
 from backpack_products.column_propagator import ColumnPropagator
+from backpack_products.held import held_by
 from backpack_products.operations import dense
 from backpack_secondorder.propagators import LossSqrt
 from tests.plugins.test_declarations import Field, Gain, GainRule, derived
@@ -207,6 +209,14 @@ def test_a_propagator_at_a_loss() -> None:
     match = r"Starting\.start changed an input of MSELoss, of shape \[4, 3\],"
     with pytest.raises(PluginCodeError, match=match):
         run(OfRestless(Starting()), GainRule)
+
+
+def test_a_quantity_may_have_a_field_that_readings_have_as_a_method() -> None:
+    """Quantities are of any class, so no name has a meaning there."""
+    quantity = SimpleNamespace(held=torch.ones(2), join=torch.ones(3))
+    assert {id(tensor) for tensor, _ in held_by(quantity)} == {
+        id(t) for t in vars(quantity).values()
+    }
 
 
 def test_what_is_ones_own_may_be_changed() -> None:

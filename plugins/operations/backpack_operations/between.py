@@ -119,6 +119,8 @@ class Operations(Between):
         """The operations that the table does not list as linear."""
         return nonlinear(self.survey)
 
+    # What earlier passes found --------------------------------------------------------------------
+
     latest_plan = staticmethod(plans.latest)
 
     @staticmethod

@@ -82,14 +82,13 @@ class StraightTraversal(Traversal):
         else:
             self.schedule.deliver(lane, below(site), *arrived)
 
-    def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
-        """What goes to the inputs of the call, for which the time is taken; see the base class."""
+    def carried(self, visit: Visit, quantity: Any) -> Any:
+        """What the carrier sends, for which the time is taken; see the base class."""
         watch, module = self.groups[visit.lane].watch, visit.site.call.module
         if watch is None:
-            return super().sent(visit, quantity)
+            return super().carried(visit, quantity)
         kind = type(visit.carrier.speaker)
-        inputs: dict[int, Any] = watch(module, kind, "sent", super().sent, visit, quantity)
-        return inputs
+        return watch(module, kind, "sent", super().carried, visit, quantity)
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
         """The residuals of a call; those that do not fit into memory are sent in chunks.

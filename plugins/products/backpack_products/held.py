@@ -7,6 +7,7 @@ from abc import ABCMeta
 import torch
 from torch import Tensor
 
+from backpack_core.contract.propagator import Reading
 from backpack_core.record.view import View
 
 # Types of attributes that hold no tensors, or whose tensors are found elsewhere. A set of exact
@@ -19,10 +20,10 @@ Versions = list[tuple[Tensor, int]]
 def held_by(value: object) -> Versions:
     """The tensors that a reading, or another object, holds, with their versions.
 
-    An object with a method ``held()`` says so itself. Of others, these are the tensors among its
-    attributes, and in dicts among these.
+    A reading with a method ``held()`` says so itself. Of other objects, these are the tensors among
+    their attributes, and in dicts among these.
     """
-    own = getattr(value, "held", None)
+    own = getattr(value, "held", None) if isinstance(value, Reading) else None
     if own is not None:
         found: Versions = own()
         return found
