@@ -29,8 +29,8 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
     living = (reference() for reference in MODELS.valuerefs())
     models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
     modules = (module for model in models for module in model.modules())
-    noted = [*PARAMETERS.items(), *SUBSTITUTES.items()]
-    handed = [(key, part(), name) for key, (_, part, name) in noted]
+    noted = {**PARAMETERS, **SUBSTITUTES}  # a copy at once: garbage collection removes entries
+    handed = [(key, part(), name) for key, (_, part, name) in noted.items()]
     return {key: (part, name) for key, part, name in handed if part is not None} | {
         id(own): (module, name)
         for module in modules
