@@ -262,3 +262,60 @@ def test_parts_without_rows() -> None:
         return torch.cat([h[::2], h[1::2]])
 
     _check(Tuned(run).double(), torch.randint(7, (2, 2)), torch.arange(2)[None])
+
+
+# Operations that leave rows where they are, between a model and an index.
+KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda out: out,
+    "movedim": lambda out: out.movedim(1, -1),
+    "view": lambda out: out.view(-1, C),
+    "slice": lambda out: out[:],
+    "clone": lambda out: out.clone(),
+    "twice": lambda out: out[...].unsqueeze(0).squeeze(0),
+    "flipped": lambda out: out.flip(0).flip(0),
+    "scaled": lambda out: 2 * out,
+}
+# Of three samples with four rows each: as many rows as two of each sample, and the second has none.
+PICKED = torch.tensor([0, 2, 9, 10, 3, 11])
+
+
+class Scaled(nn.Module):
+    """A layer for rows of changed data; ``run`` is what happens behind it."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.run = nn.Linear(D, C), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.layer((1 - 2.5 * x).flatten(0, 1)))
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_rows_that_are_picked_behind_a_model(name: str, check: Any) -> None:
+    net, x = Scaled(lambda out: out), torch.randn(3, 4, D)
+    lossfunc, y = nn.CrossEntropyLoss(reduction="sum"), torch.randint(C, (12,))
+    out = KEEPING[name](net(x))
+    parameters = [*net.parameters()]
+    expected = []
+    for n in range(3):
+        own = PICKED[n == PICKED // 4]
+        loss = lossfunc(out[own], y[own])
+        expected.append(torch.autograd.grad(loss, parameters, retain_graph=True))
+    extend(net), extend(lossfunc)
+    with backpack(BatchGrad(), check=check):
+        lossfunc(KEEPING[name](net(x))[PICKED], y[PICKED]).backward()
+    for parameter, *gradients in zip(parameters, *expected, strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+def test_rows_that_are_picked_inside_a_model_of_which_a_sample_has_none(check: Any) -> None:
+    """The index may also put rows into order, if those of the data are in another one."""
+    net, lossfunc = extend(Scaled(lambda out: out[PICKED])), extend(nn.CrossEntropyLoss())
+    loss = lossfunc(net(torch.randn(3, 4, D)), torch.randint(C, (6,)))
+    with (
+        pytest.raises(SampleMixingError, match="in another order than they go in"),
+        backpack(BatchGrad(), check=check),
+    ):
+        loss.backward()

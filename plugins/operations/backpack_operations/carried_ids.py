@@ -150,7 +150,7 @@ class CarriedIds(EnteringIds):
             before, child = operand_ids[0], node.next_functions[0]
             operand_ids[0] = self._picked_from(child, before)
             if before is None and operand_ids[0] is not None and child[0] is not None:
-                is_assumed = not is_returned(child[0], child[1])
+                is_assumed = not self._is_outside((child[0], child[1]))
                 self._survey.guessed |= {(node, output_nr)} if is_assumed else set()
         # Constants and parameters whose samples are unknown go with what they meet.
         unknown = {i: node.next_functions[i][0] for i, ids in operand_ids.items() if ids is None}
@@ -176,6 +176,15 @@ class CarriedIds(EnteringIds):
         is_told = is_readable or nodes.is_told_by_settings(type(node))
         self._survey.is_unread |= ids is None and not is_told and any_known(telling)
         return ids
+
+    def _is_outside(self, output: NodeOutput) -> bool:
+        """Whether operations alone lead from what a model returned to a tensor."""
+        while not is_returned(*output):
+            operands = [*self.operands(output).values()]
+            if len(operands) != 1 or self._site(output) is not None:
+                return False
+            (output,) = operands
+        return True
 
     def _joined_with_data(
         self, node: Node, operand_ids: OperandIds, note: Callable[[], object]

@@ -161,12 +161,11 @@ class PresumedIds(CarriedIds):
         self._of_several: set[NodeOutput] = set()  # from rows of several sources
 
     def rows(self, output: NodeOutput) -> Tensor | None:
-        """The sample of each row; ``None`` if that is unknown, or not presumed, or one has none."""
+        """The sample of each row; ``None`` if that is unknown, or not presumed."""
         ids, (length, *_) = self.at(output), (*nodes.lengths_of(*output), 0)
         if ids is None or not ids.dim() or are_elsewhere(ids) or not self._sources[output]:
             return None
-        rows, samples = ids.flatten().expand(length), self.input_rows.unique()
-        return rows if rows.unique().equal(samples) else None
+        return ids.flatten().expand(length)
 
     def are_behind(self, output: NodeOutput) -> bool:
         """Whether presumed rows lie along one axis other than the first."""
