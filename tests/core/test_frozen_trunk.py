@@ -291,3 +291,33 @@ def test_what_is_noted_of_layers_has_one_memory() -> None:
     sums = [made.sums.rows for made in site.call.run.made]
     assert len(sums) > 1
     assert len({memory_of(each) for each in sums}) == 1
+
+
+PUT_BACK: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "index_copy": lambda made, x, order: torch.empty_like(x).index_copy(0, order, made(x[order])),
+    "index": lambda made, x, order: made(x[order])[order.argsort()],
+    "functions": lambda made, x, order: made(made(x)[order] + 0 * x)[order.argsort()],
+}
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+@pytest.mark.parametrize("is_gone", [True, False])
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_rows_put_back_if_the_input_is_gone(name: str, is_gone: bool, check: Any) -> None:
+    """Rows in an order by values, as for packing; a loop may hold the data on another device."""
+    order = torch.tensor([2, 0, 1])
+    net = Net(lambda made, x: PUT_BACK[name](made, x, order))
+    lossfunc, x = nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, T, D)
+    y, parameters = torch.randint(C, (N * T,)), [*net.layer.parameters(), *net.head.parameters()]
+    losses = nn.CrossEntropyLoss(reduction="none")(net(x), y).view(N, T).sum(1)
+    expected = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    extend(net), extend(lossfunc)
+    for _ in range(3):
+        given = x.clone()
+        loss = lossfunc(net(given), y)
+        if is_gone:
+            del given
+        with backpack(BatchGrad(), check=check):
+            loss.backward()
+        for parameter, *gradients in zip(parameters, *expected, strict=True):
+            oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))

@@ -18,7 +18,14 @@ from torch import Tensor
 from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.models import Run
 from backpack_operations.codes import codes, mixed
-from backpack_operations.received import ModelInput, Place, SampleLayout, layout_of, span_of
+from backpack_operations.received import (
+    ModelInput,
+    ModelRun,
+    Place,
+    SampleLayout,
+    layout_of,
+    span_of,
+)
 from backpack_operations.row_sums import Sums, can_add, has_rows, sums_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
@@ -344,10 +351,13 @@ class _Data:
         if of_same is not None or self._lists or self._run.axis:
             return of_same
         known = [(other.rows, ids) for other, ids in made if other[1:] == sums[1:]]
-        for _, whole, rows in self._given():
-            if has_rows(whole) and can_add(whole, *sums[1:]):
-                of_whole = sums_of(whole, *sums[1:]).rows
-                known.append((of_whole, along(rows, 0, tuple(of_whole.shape))))
+        noted = self._run.sums if isinstance(self._run, ModelRun) else {}
+        for given, rows in self._owned:
+            whole, of_whole = given.tensor(), noted.get((given.path, *sums[1:]))
+            if whole is not None and has_rows(whole) and can_add(whole, *sums[1:]):
+                of_whole = sums_of(whole, *sums[1:])
+            if of_whole is not None and given.dtype == self._received.dtype:
+                known.append((of_whole.rows, along(rows, 0, tuple(of_whole.rows.shape))))
         known = [(whole, ids) for whole, ids in known if whole.device == sums.rows.device]
         as_many = [(whole, ids) for whole, ids in known if whole.numel() == shape.numel()]
         for whole, ids in as_many:

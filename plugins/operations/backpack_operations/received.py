@@ -19,7 +19,7 @@ from backpack_core.record.call import Call
 from backpack_core.record.models import Run, owner_of
 from backpack_core.record.nested import items_of
 from backpack_operations._torch import modes
-from backpack_operations.row_sums import Made, Sums, has_rows, sums_of, sums_of_pixels
+from backpack_operations.row_sums import Made, Sums, can_add, has_rows, sums_of, sums_of_pixels
 from backpack_products.substitutes import note_parameters
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
@@ -131,6 +131,8 @@ class ModelRun(Run):
         modes: The classes of modes around it that may replace functions of torch.
         made: Results of layers without a graph that no further layer received. Values tell which
             rows come from which.
+        sums: Of the rows of input tensors, by path, depth and unit; the inputs may be gone when
+            values are compared. Only those that are compared with what such layers received.
     """
 
     memories: dict[int, SampleLayout]
@@ -146,7 +148,7 @@ class ModelRun(Run):
         # A mode of a library may say that it replaces nothing, such as a recorder's.
         self.modes = tuple([kind for kind in modes() if getattr(kind, "replaces", True)])
         self._passed: list[object] = []  # keeps the memories of results from being reused
-        self.made = []
+        self.made, self.sums = [], dict[tuple[Place, int, int], Sums]()
         self._last: tuple[Tensor, Sums | None] | None = None  # the last result, and its source
         self._room = torch.empty(0, device="cpu")  # for sums
         sizes: list[int] = []
@@ -211,8 +213,19 @@ class ModelRun(Run):
             return last[1]
         self._add_up()
         layout = None if tensor is None else self.memories.get(memory_of(tensor))
-        is_known = tensor is None or (layout is not None and layout.axis_in(tensor) == 0)
-        return None if tensor is None or is_known else self._kept(sums_of(tensor))
+        if tensor is None or (layout is not None and layout.axis_in(tensor) == 0):
+            return None
+        found = self._kept(sums_of(tensor))
+        self._note_inputs(found.depth, found.unit)
+        return found
+
+    def _note_inputs(self, depth: int, unit: int) -> None:
+        """Add up the rows of the model's inputs, to be compared with others of these units."""
+        for given in self.inputs:
+            whole, key = given.tensor(), (given.path, depth, unit)
+            is_new = whole is not None and key not in self.sums
+            if whole is not None and is_new and has_rows(whole) and can_add(whole, depth, unit):
+                self.sums[key] = self._kept(sums_of(whole, depth, unit))
 
     def _add_up(self) -> None:
         """Add up the rows of the last result, which no further layer received, and let it go."""
