@@ -321,3 +321,30 @@ def test_rows_put_back_if_the_input_is_gone(name: str, is_gone: bool, check: Any
             loss.backward()
         for parameter, *gradients in zip(parameters, *expected, strict=True):
             oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+@pytest.mark.parametrize("way", ["recorded", "put back", "left"])
+def test_rows_in_another_order_that_functions_change(way: str, check: Any) -> None:
+    """Behind a function, nothing shows whether a frozen layer received rows in order."""
+    order = torch.tensor([2, 0, 1])
+
+    def gather(made: Any, x: Tensor) -> Tensor:
+        rows = made(made(x[order]).sin())
+        return rows if way == "left" else rows[order.argsort()]
+
+    net = Net(gather, way)
+    lossfunc, x = nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, T, D)
+    y, parameters = torch.randint(C, (N * T,)), [*net.layer.parameters(), *net.head.parameters()]
+    losses = nn.CrossEntropyLoss(reduction="none")(net(x), y).view(N, T).sum(1)
+    expected = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    extend(net), extend(lossfunc)
+    loss = lossfunc(net(x), y)
+    with backpack(BatchGrad(), check=check):
+        if way != "recorded":
+            with pytest.raises((ShapeError, SampleMixingError)):
+                loss.backward()
+            return
+        loss.backward()
+    for parameter, *gradients in zip(parameters, *expected, strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))

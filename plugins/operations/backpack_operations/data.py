@@ -317,32 +317,45 @@ class _Data:
 
         These are what layers made, and what the model received.
         """
-        data, made = self._received, self._made
+        ids = self._of(self._made[0])
+        if ids is not None:
+            self._note(None)
+        return ids
+
+    def _of(self, made: Sequence[tuple[Sums, SampleIds]]) -> SampleIds | None:
+        """The ids of rows, of which each is one of what layers made."""
+        data = self._received
         kinds = {(1, 0), *(each[1:] for each, _ in made)}
         for depth, unit in sorted(kinds) if made and has_rows(data) else ():
             is_fit = can_add(data, depth, unit)
             ids = self._among(sums_of(data, depth, unit), made) if is_fit else None
             if ids is not None:
-                self._note(None)
                 return ids[(..., *[None] * depth)]
         return None
 
     @cached_property
-    def _made(self) -> list[tuple[Sums, SampleIds]]:
-        """What layers made, with its sample ids."""
-        found, samples = list[tuple[Sums, SampleIds]](), self._samples
+    def _made(self) -> tuple[list[tuple[Sums, SampleIds]], list[tuple[Sums, SampleIds]]]:
+        """What layers made, with its sample ids; and what they made of rows in unknown order.
+
+        Rows that functions changed are taken to be in order, unless a layer before received rows in
+        another one: these may have been put back or not.
+        """
+        found, doubtful = list[tuple[Sums, SampleIds]](), list[tuple[Sums, SampleIds]]()
+        samples, are_in_order = self._samples, True
         for made, source in () if self._lists or self._run.axis else self._run.made:
             shape = tuple(made.rows.shape)
             ids = None if source is None else self._among(source, found)
             if source is None or ids is None:
                 if len(made.rows) == len(samples):
-                    found.append((made, along(samples, 0, shape)))
+                    known = found if source is None or are_in_order else doubtful
+                    known.append((made, along(samples, 0, shape)))
                 continue
+            are_in_order &= bool((ids.flatten().diff() >= 0).all())
             lead = max((k for k, length in enumerate(ids.shape, 1) if length > 1), default=1)
             if shape[:lead] == source.rows.shape[:lead]:
                 own = ids.reshape(ids.shape[:lead])
                 found.append((made, own[(..., *[None] * (len(shape) - lead))]))
-        return found
+        return found, doubtful
 
     def _among(self, sums: Sums, made: Sequence[tuple[Sums, SampleIds]]) -> SampleIds | None:
         """The ids of rows, of which each is one of other rows; ``None`` if any is not."""
@@ -381,7 +394,14 @@ class _Data:
         return None
 
     def is_unclear(self) -> bool:
-        """Whether rows were picked unevenly, and it is unknown whose, since some rows are equal."""
+        """Whether it is unknown whose rows are.
+
+        They were picked unevenly, and some rows are equal; or a layer made them of rows that may be
+        in order or not.
+        """
+        if self._is_readable and self._of(self._made[1]) is not None:
+            self._note(None)
+            return True
         if not any(len(given.shape) > len(self._shape) for given, _ in self._owned):
             return False  # a mask over several axes merges them
         for source, picked in self._picks():

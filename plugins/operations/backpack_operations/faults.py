@@ -204,11 +204,13 @@ def ragged(call: Call) -> BackpackError:
 
 
 def unclear_rows(call: Call) -> BackpackError:
-    """Rows were picked from data before the first layer, and equal rows hide whose they are."""
+    """It is unknown whose the rows are that a module received, before the first trained layer."""
     return ShapeError(
-        f"{call.path} received rows that were picked from what the model received, not as many of "
-        "each sample, and equal rows of several samples hide whose they are: pick behind the "
-        "module, layer(x)[mask] instead of layer(x[mask])."
+        f"{call.path} received rows of unknown samples. They were picked from what the model "
+        "received, not as many of each sample, and equal rows of several samples hide whose they "
+        "are: pick behind the module, layer(x)[mask] instead of layer(x[mask]). Or layers without "
+        "a graph received rows in another order, and functions changed these before the next one: "
+        "call requires_grad_() on the tensor that the first of these layers receives or makes."
     )
 
 
