@@ -348,3 +348,36 @@ def test_rows_in_another_order_that_functions_change(way: str, check: Any) -> No
         loss.backward()
     for parameter, *gradients in zip(parameters, *expected, strict=True):
         oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+
+
+class SortedTexts(nn.Module):
+    """Puts texts into an order before a frozen table, as for packing, and back behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, D).requires_grad_(False), nn.Linear(D, C)
+        self.order = torch.tensor([2, 0, 1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids[self.order])[self.order.argsort()]
+        out: Tensor = self.head(rows.flatten(0, 1))
+        return out
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_tokens_in_another_order(is_gone: bool, check: Any) -> None:
+    net, ids = SortedTexts(), torch.tensor([[1, 2, 3], [3, 2, 1], [2, 2, 2]])  # of equal sums
+    lossfunc, y = nn.CrossEntropyLoss(reduction="sum"), torch.randint(C, (9,))
+    losses = nn.CrossEntropyLoss(reduction="none")(net(ids), y).view(3, 3).sum(1)
+    weight = net.head.weight
+    expected = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses]
+    extend(net), extend(lossfunc)
+    for _ in range(2):
+        given = ids.clone()
+        loss = lossfunc(net(given), y)
+        if is_gone:
+            del given
+        with backpack(BatchGrad(), check=check):
+            loss.backward()
+        oracle.assert_close(vars(weight)["grad_batch"], torch.stack(expected))

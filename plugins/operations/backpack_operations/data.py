@@ -26,7 +26,7 @@ from backpack_operations.received import (
     layout_of,
     span_of,
 )
-from backpack_operations.row_sums import Sums, can_add, has_rows, sums_of
+from backpack_operations.row_sums import WHOLE, Sums, can_add, has_rows, sums_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
@@ -367,9 +367,10 @@ class _Data:
         noted = self._run.sums if isinstance(self._run, ModelRun) else {}
         for given, rows in self._owned:
             whole, of_whole = given.tensor(), noted.get((given.path, *sums[1:]))
-            if whole is not None and has_rows(whole) and can_add(whole, *sums[1:]):
+            if whole is not None and can_add(whole, *sums[1:]):
                 of_whole = sums_of(whole, *sums[1:])
-            if of_whole is not None and given.dtype == self._received.dtype:
+            is_like = sums.unit == WHOLE or given.dtype == self._received.dtype
+            if of_whole is not None and is_like:
                 known.append((of_whole.rows, along(rows, 0, tuple(of_whole.rows.shape))))
         known = [(whole, ids) for whole, ids in known if whole.device == sums.rows.device]
         as_many = [(whole, ids) for whole, ids in known if whole.numel() == shape.numel()]

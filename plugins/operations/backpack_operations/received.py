@@ -19,7 +19,15 @@ from backpack_core.record.call import Call
 from backpack_core.record.models import Run, owner_of
 from backpack_core.record.nested import items_of
 from backpack_operations._torch import modes
-from backpack_operations.row_sums import Made, Sums, can_add, has_rows, sums_of, sums_of_pixels
+from backpack_operations.row_sums import (
+    Made,
+    Sums,
+    can_add,
+    has_rows,
+    has_tokens,
+    sums_of,
+    sums_of_pixels,
+)
 from backpack_products.substitutes import note_parameters
 
 # The key in the metadata of autograd nodes for outputs that a model returned, each with its run.
@@ -208,7 +216,8 @@ class ModelRun(Run):
 
         If it received the last result, its rows come from where that result's came from.
         """
-        tensor, last = next(filter(has_rows, tensors), None), self._last
+        of_rows = (tensor for tensor in tensors if has_rows(tensor) or has_tokens(tensor))
+        tensor, last = next(of_rows, None), self._last
         if last is not None and tensor is not None and _lie_together(tensor, last[0]):
             return last[1]
         self._add_up()
@@ -224,7 +233,7 @@ class ModelRun(Run):
         for given in self.inputs:
             whole, key = given.tensor(), (given.path, depth, unit)
             is_new = whole is not None and key not in self.sums
-            if whole is not None and is_new and has_rows(whole) and can_add(whole, depth, unit):
+            if whole is not None and is_new and can_add(whole, depth, unit):
                 self.sums[key] = self._kept(sums_of(whole, depth, unit))
 
     def _add_up(self) -> None:
