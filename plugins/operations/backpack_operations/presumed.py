@@ -161,11 +161,17 @@ class PresumedIds(CarriedIds):
         self._of_several: set[NodeOutput] = set()  # from rows of several sources
 
     def rows(self, output: NodeOutput) -> Tensor | None:
-        """The sample of each row; ``None`` if that is unknown, or not presumed."""
+        """The sample of each row; ``None`` if that is unknown, or not presumed.
+
+        Of rows that were joined from several sources, the order is a guess. If some sample has none
+        of those that are left, the guess is dropped.
+        """
         ids, (length, *_) = self.at(output), (*nodes.lengths_of(*output), 0)
         if ids is None or not ids.dim() or are_elsewhere(ids) or not self._sources[output]:
             return None
-        return ids.flatten().expand(length)
+        rows = ids.flatten().expand(length)
+        has_all = len(rows.unique()) == len(self.input_rows.unique())
+        return rows if has_all or output not in self._of_several else None
 
     def are_behind(self, output: NodeOutput) -> bool:
         """Whether presumed rows lie along one axis other than the first."""
