@@ -293,6 +293,19 @@ def test_what_is_noted_of_layers_has_one_memory() -> None:
     assert len({memory_of(each) for each in sums}) == 1
 
 
+def _of_samples(net: Net, x: Tensor, y: Tensor) -> list[tuple[Tensor, ...]]:
+    """Gradients of each sample's part of the mean."""
+    losses = nn.CrossEntropyLoss(reduction="none")(net(x), y).view(N, T).sum(1) / (N * T)
+    parameters = [*net.layer.parameters(), *net.head.parameters()]
+    return [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+
+
+def _agrees(net: Net, expected: list[tuple[Tensor, ...]]) -> None:
+    parameters = [*net.layer.parameters(), *net.head.parameters()]
+    for parameter, *gradients in zip(parameters, *expected, strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+
+
 PUT_BACK: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "index_copy": lambda made, x, order: torch.empty_like(x).index_copy(0, order, made(x[order])),
     "index": lambda made, x, order: made(x[order])[order.argsort()],
@@ -307,10 +320,8 @@ def test_rows_put_back_if_the_input_is_gone(name: str, is_gone: bool, check: Any
     """Rows in an order by values, as for packing; a loop may hold the data on another device."""
     order = torch.tensor([2, 0, 1])
     net = Net(lambda made, x: PUT_BACK[name](made, x, order))
-    lossfunc, x = nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, T, D)
-    y, parameters = torch.randint(C, (N * T,)), [*net.layer.parameters(), *net.head.parameters()]
-    losses = nn.CrossEntropyLoss(reduction="none")(net(x), y).view(N, T).sum(1)
-    expected = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    x, y, lossfunc = torch.randn(N, T, D), torch.randint(C, (N * T,)), nn.CrossEntropyLoss()
+    expected = _of_samples(net, x, y)
     extend(net), extend(lossfunc)
     for _ in range(3):
         given = x.clone()
@@ -319,8 +330,7 @@ def test_rows_put_back_if_the_input_is_gone(name: str, is_gone: bool, check: Any
             del given
         with backpack(BatchGrad(), check=check):
             loss.backward()
-        for parameter, *gradients in zip(parameters, *expected, strict=True):
-            oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+        _agrees(net, expected)
 
 
 @pytest.mark.parametrize("check", ["always", "never"])
@@ -334,10 +344,8 @@ def test_rows_in_another_order_that_functions_change(way: str, check: Any) -> No
         return rows if way == "left" else rows[order.argsort()]
 
     net = Net(gather, way)
-    lossfunc, x = nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, T, D)
-    y, parameters = torch.randint(C, (N * T,)), [*net.layer.parameters(), *net.head.parameters()]
-    losses = nn.CrossEntropyLoss(reduction="none")(net(x), y).view(N, T).sum(1)
-    expected = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    x, y, lossfunc = torch.randn(N, T, D), torch.randint(C, (N * T,)), nn.CrossEntropyLoss()
+    expected = _of_samples(net, x, y)
     extend(net), extend(lossfunc)
     loss = lossfunc(net(x), y)
     with backpack(BatchGrad(), check=check):
@@ -346,8 +354,7 @@ def test_rows_in_another_order_that_functions_change(way: str, check: Any) -> No
                 loss.backward()
             return
         loss.backward()
-    for parameter, *gradients in zip(parameters, *expected, strict=True):
-        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+    _agrees(net, expected)
 
 
 class SortedTexts(nn.Module):

@@ -75,6 +75,6 @@ def joined(uses: list[Reading]) -> Reading:
                 "the parameter."
             )
         whole: Reading = own(others)
-        # Not the method: the whole may be an object of another library's class.
+        # Not the class's own method: a product would take over the roots of one use.
         uses[:] = [Reading.placed_as(whole, others[-1])]
     return uses[0]
