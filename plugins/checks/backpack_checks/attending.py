@@ -12,7 +12,7 @@ from backpack_checks.trust import Measurement, Trust, trust_in
 from backpack_core.engine.active import Group
 from backpack_core.engine.backward import BackwardPass
 from backpack_operations.observer import PlanObserver
-from backpack_operations.plan import asked_of
+from backpack_operations.plan import Asked
 
 
 class Checks(PlanObserver):
@@ -56,7 +56,7 @@ class Checks(PlanObserver):
             run.survey.is_measured = not any(self._question)
             return
         is_due = self._is_always or not trust.is_enough()
-        run.survey.is_measured = is_due or asked_of(run.context) not in trust.asked
+        run.survey.is_measured = is_due or _asked(run) not in trust.asked
         if not is_due:
             return
         run.context.seen.add("measured")
@@ -89,5 +89,11 @@ class Checks(PlanObserver):
 
     def stored(self, run: BackwardPass) -> None:
         """Note what was asked for: nothing was refused by values."""
-        if self.kept is not None:
-            self.kept.asked.add(asked_of(run.context))
+        if self.kept is not None and not run.survey.is_planned:
+            self.kept.asked.add(_asked(run))
+
+
+def _asked(run: BackwardPass) -> Asked:
+    between: Any = run.between  # nothing is kept of core's own passes, which do not know it
+    asked: Asked = between.asked
+    return asked

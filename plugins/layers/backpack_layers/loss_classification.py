@@ -291,7 +291,8 @@ def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     if weight is None and target.shape != x.shape:
-        kept = at_least_single((target != setting(whole, "ignore_index")).to(x.dtype))
+        kept = target != setting(whole, "ignore_index")
+        kept = kept.to(torch.promote_types(x.dtype, torch.float32))
         return kept, kept.sum()
     weight = at_least_single(x.new_ones(x.shape[1]) if weight is None else weight)
     uniform = smoothing * weight.mean()
@@ -308,9 +309,11 @@ def _factor(view: View) -> Tensor:
     """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
     weight, divisor = _target_weight(view, setting(view, "label_smoothing"))
     if setting(view, "reduction") == "mean":
-        if isinstance(divisor, Tensor):
-            # If every target is ignored, torch's gradient is zero; it is NaN if those that count
-            # weigh nothing.
+        # If every target is ignored, torch's gradient is zero; it is NaN if those that count weigh
+        # nothing.
+        if isinstance(divisor, Tensor) and module_tensor(view.full, "weight") is None:
+            divisor = divisor.clamp(min=1)
+        elif isinstance(divisor, Tensor):
             target = tensor(view.full, "target")
             divisor = divisor + ~(target != setting(view, "ignore_index")).any()
         weight = weight / divisor

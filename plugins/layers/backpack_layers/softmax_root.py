@@ -34,19 +34,17 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
         return log_p.unsqueeze(0) * factor  # zeros, unless a number is not finite
     # Below this bound p underflows anyway; the bound keeps logarithms of sums finite.
     log_p = log_p.clamp(min=4 * log(torch.finfo(dtype).tiny))
-    order = log_p.argsort(1, descending=True)
-    ordered = log_p.gather(1, order)
+    ordered, order = log_p.sort(1, descending=True)
     tails = ordered.flip(1).logcumsumexp(1).flip(1)
     here, behind, first = tails[:, :-1], tails[:, 1:], ordered[:, :-1]
     # Halved logarithms instead of roots: their derivative is finite where p underflows. Where the
     # bound is reached, the probabilities that multiply it have underflowed, too.
     bound = log(torch.finfo(dtype).max) / 2
-    outside = _columns(-((first - here - behind) / 2).clamp(max=bound).exp() * factor)
-    inside = _columns(((first + behind - here) / 2).exp() * factor)
-    rank = order.argsort(1)
-    turn = torch.arange(classes - 1, device=rank.device)[:, None, None, None]
-    root = torch.where(rank > turn, outside * log_p.exp(), 0)
-    return root.scatter_(2, _columns(order[:, :-1]), inside)
+    share = ((first - here - behind) / 2).clamp(max=bound).exp() * factor
+    turn = torch.arange(classes, device=order.device)
+    rank = torch.empty_like(order).scatter_(1, order, turn[:, None].expand_as(order))
+    root = torch.where(rank > turn[:-1, None, None, None], _columns(share) * -log_p.exp(), 0)
+    return root.scatter_(2, _columns(order[:, :-1]), _columns(share * behind.exp()))
 
 
 def _columns(numbers: Tensor) -> Tensor:

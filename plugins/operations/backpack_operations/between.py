@@ -30,7 +30,7 @@ from backpack_operations.own_order import Chunks
 from backpack_operations.owners import note_owners
 from backpack_operations.passes import GraphPass, pass_inside
 from backpack_operations.paths import fault_in, nonlinear
-from backpack_operations.plan import plans, tells_samples
+from backpack_operations.plan import Asked, plans
 from backpack_operations.received import run_of
 from backpack_operations.recording import record
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
@@ -53,6 +53,7 @@ class Operations(Between):
     """What lies between the calls of one pass: any operations.
 
     Attributes:
+        asked: What is asked for.
         driver: Replaces the visits, if an observer has brought one.
         driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
     """
@@ -63,9 +64,9 @@ class Operations(Between):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.survey = GraphSurvey(
-            beside=context.beside, tells_samples=tells_samples(context), told=context.told
-        )
+        self.asked = Asked.of(context)
+        tells = self.asked.tells_samples
+        self.survey = GraphSurvey(beside=context.beside, tells_samples=tells, told=context.told)
         self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
         self._is_first = True

@@ -149,17 +149,27 @@ class Planned:
                     use.count, survey.is_shared = use.count + 1, True
 
 
-def tells_samples(context: Context) -> bool:
-    """Whether any result tells samples apart, and is not only a sum over them."""
-    return any(e.propagator.per_sample and not e.sums_samples for e in context.extensions)
+class Asked(NamedTuple):
+    """What plans depend on, besides the graph.
 
+    Attributes:
+        tells_samples: Whether any result tells samples apart, and is not only a sum over them.
+        extensions: What each extension is, and what it needs.
+    """
 
-def asked_of(context: Context) -> tuple[object, ...]:
-    """What plans depend on, besides the graph."""
-    return tells_samples(context), *[
-        (type(e), e.fail_mode, e.propagator, e.needs_normalisers, bool(e.carriers))
-        for e in context.extensions
-    ]
+    tells_samples: bool
+    extensions: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, context: Context) -> Asked:
+        """What a block asks for."""
+        extensions, tells = list[Hashable](), False
+        for e in context.extensions:
+            propagator = e.propagator
+            tells |= propagator.per_sample and not e.sums_samples
+            what = type(e), e.fail_mode, propagator, e.needs_normalisers, bool(e.carriers)
+            extensions.append(what)
+        return cls(tells, tuple(extensions))
 
 
 class Plans:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from backpack_core.engine.active import Context
@@ -16,7 +15,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_operations.noted import Unplanned
 from backpack_operations.observer import of_plans
-from backpack_operations.plan import Plan, Planned, asked_of, plans
+from backpack_operations.plan import Plan, Planned, plans
 from backpack_operations.planned import PlannedFacts, fill
 from backpack_operations.structure import Structure
 
@@ -40,6 +39,8 @@ class Planning:
             roots: What ``backward()`` was called on; empty if that is not known.
         """
         self._between, self._context, self._survey = between, between.context, between.survey
+        self._asked = registry.generation, between.asked
+        self._known: Planned | None = None
         self._plan: Plan | None = None  # to be kept
         self.structure: Structure | None = None
         try:
@@ -47,12 +48,7 @@ class Planning:
         except Unplanned as why:
             self._context.history[f"surveyed: {why}"] += 1
 
-    @cached_property
-    def _asked(self) -> tuple[object, ...]:
-        return registry.generation, asked_of(self._context)
-
-    @cached_property
-    def _known(self) -> Planned | None:
+    def _find(self) -> Planned | None:
         """The plan of earlier passes, if there is one that holds."""
         structure = self.structure
         known = None if structure is None else plans.get(self._asked, structure)
@@ -75,8 +71,8 @@ class Planning:
         Returns:
             Whether it filled in the survey, and cleared the results of earlier passes.
         """
-        known, structure, survey = self._known, self.structure, self._survey
-        between = self._between
+        self._known = known = self._find()
+        between, structure, survey = self._between, self.structure, self._survey
         if known is None or structure is None:
             return False
         kept, observers = known.plan.kept, of_plans(run)

@@ -151,7 +151,7 @@ class GraphSink(SharedSink):
         self._owners: dict[int, object] = {}
         self._outside: Mapping[int, object] = {}
         self._token = object()  # stands for this sink, to which a reference would be a cycle
-        self._missing: tuple[int, Counter[int]] = (0, Counter())
+        self._missing: tuple[int, Mapping[int, int]] = 0, {}
         self._in_part: set[int] = set()  # ``id`` of parameters with uses that are not reached
 
     def join(self, outer: GraphSink, is_part: bool) -> None:
@@ -196,7 +196,8 @@ class GraphSink(SharedSink):
         offers = not context.keeps_results and all(fields == known for _, known in before)
         is_known = offers and len(models) == 1 and plan is not None and before[0][0] is plan
         parameters = used if is_known else self.parameters(models)
-        if new := self.new:
+        if self._owners or self._outside:
+            new = self.new
             parameters = [parameter for parameter in parameters if id(parameter) not in new]
         offer([parameter.__dict__ for parameter in parameters], fields, offers)
 
@@ -267,7 +268,7 @@ class GraphSink(SharedSink):
                 "the backward pass did not get to."
             )
 
-    def look_ahead(self) -> Counter[int]:
+    def look_ahead(self) -> Mapping[int, int]:
         """How many uses of each parameter autograd will not get to, by ``id``."""
         survey = self.survey
         if self._missing[0] != len(survey.sites):

@@ -9,7 +9,7 @@ accelerators, torch's caching allocator does the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -43,7 +43,7 @@ def offer(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: boo
         names: The names of results there; some may be missing.
         is_wanted: Whether the memory may be reused.
     """
-    unheld = cache(_counts_unheld)  # they depend on what runs now
+    unheld: dict[bool, Any] = {}  # the reference counts of tensors and of views, as they are now
     for owner in owners:
         for name in names:
             value = owner.pop(name, None)
@@ -53,12 +53,12 @@ def offer(owners: Iterable[dict[str, Any]], names: Sequence[str], is_wanted: boo
                 _offer(held, unheld)
 
 
-def _offer(held: list[Tensor], unheld: Callable[[bool], Any]) -> None:
+def _offer(held: list[Tensor], unheld: dict[bool, Any]) -> None:
     """Offer the memory of a tensor.
 
     Args:
         held: A list with the tensor, which nobody else here holds.
-        unheld: The reference counts of a tensor, or a view, that nobody holds.
+        unheld: The reference counts of a tensor that nobody holds, and of a view; filled in.
     """
     (value,) = held
     storage = value.untyped_storage()
@@ -67,14 +67,12 @@ def _offer(held: list[Tensor], unheld: Callable[[bool], Any]) -> None:
         return
     is_view = value._base is not None
     del storage, value
+    if is_view not in unheld:
+        unheld[is_view] = holders_of(_unheld(is_view))
     holders = holders_of(held)
-    if holders is not None and holders == unheld(is_view):
+    if holders is not None and holders == unheld[is_view]:
         memory = held[0].detach().as_strided((held[0].numel(),), (1,), 0)
         _recycled.memories.setdefault((memory.dtype, len(memory)), []).append(memory)
-
-
-def _counts_unheld(is_view: bool) -> tuple[int, ...] | None:
-    return holders_of(_unheld(is_view))
 
 
 @cache

@@ -60,5 +60,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 def computed_substitutes() -> dict[tuple[Node, int], Tensor]:
     """Stand-ins for parameters that were computed from other tensors, by node and output number."""
+    if not SUBSTITUTES:
+        return {}
     tensors = (reference() for reference, *_ in [*SUBSTITUTES.values()])
     return {(t.grad_fn, t.output_nr): t for t in tensors if t is not None and t.grad_fn is not None}
