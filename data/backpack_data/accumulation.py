@@ -176,6 +176,22 @@ class _Run:
         if self.group is not None:
             self.compared = about(self.model)
             self.compared["The list of extensions"] = ", ".join(named(extensions))
+        result = self._pass(1, *self._prepared(extensions))
+        kinds = {extension.savefield: type(extension).__name__ for extension in extensions}
+        shapes = {path: p.shape for path, p in self.model.named_parameters()}
+        over = {e.savefield: e.over_batches for e in extensions}
+        own = {field: way for field, way in over.items() if isinstance(way, OverBatches)}
+        numbers = result.batches, result.normaliser
+        return Quantities(dict(result), shapes, kinds, *numbers, own, self.plugins)
+
+    def _prepared(self, extensions: Sequence[Extension]) -> tuple[list[Extension], str]:
+        """The extensions of the second pass, after a first one for those that need two.
+
+        What the first pass has found is freed, unless these extensions hold it.
+
+        Returns:
+            The extensions, and the checksum of what the first pass has found.
+        """
         firsts = [declaration(extension).first_pass(extension) for extension in extensions]
         known: list[dict[Tensor, Any]] = [{} for _ in extensions]
         parts: list[Tensor] = []
@@ -196,13 +212,7 @@ class _Run:
             declaration(extension).second_pass(extension, values)
             for extension, values in zip(extensions, known, strict=True)
         ]
-        result = self._pass(1, seconds, digest(parts))
-        kinds = {extension.savefield: type(extension).__name__ for extension in extensions}
-        shapes = {path: p.shape for path, p in self.model.named_parameters()}
-        over = {e.savefield: e.over_batches for e in extensions}
-        own = {field: way for field, way in over.items() if isinstance(way, OverBatches)}
-        numbers = result.batches, result.normaliser
-        return Quantities(dict(result), shapes, kinds, *numbers, own, self.plugins)
+        return seconds, digest(parts)
 
     def _pass(self, number: int, extensions: Sequence[Extension], given: str = "") -> Quantities:
         """One pass over the loader.

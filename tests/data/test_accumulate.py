@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_data import Quantities, accumulate, combined
+from backpack_data.accumulation import _Run
 from backpack_data.states import States
 from backpack_products import FirstOrderExtension
 from backpack_secondorder.blocks import BlockDiagonal
@@ -76,6 +79,25 @@ def test_ekfac_takes_two_passes(samples):
     found = run(EKFAC(mc_samples=samples))
     for place, value in wanted.items():
         assert_same(found[place].dense(), value.dense(), 1e-9)
+
+
+def test_the_second_pass_keeps_no_factors(monkeypatch):
+    """They take as much memory as the eigenvectors, which it needs."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def pass_(self, number, extensions, given=""):
+        if number == 1:
+            gc.collect()
+            assert seen
+            assert not any(factor() is not None for factor in seen)
+        found = whole_pass(self, number, extensions, given)
+        if number == 0:
+            seen.extend(weakref.ref(f) for matrix in found.values() for f in matrix)
+        return found
+
+    whole_pass = _Run._pass
+    monkeypatch.setattr(_Run, "_pass", pass_)
+    assert run(EKFAC())
 
 
 def test_clipped_sums_add_up():

@@ -127,6 +127,7 @@ class Influence(InnerProduct):
                 f"{self.name!r} needs the Hessian of the loss in the output: give a loss module, "
                 f"such as CrossEntropyLoss(). Got {run.problem.lossfunc!r:.80}."
             )
+        self._blocks = {}  # those of an earlier fit take as much memory as the factors
         found = accumulate(
             run.problem.model,
             run.problem.lossfunc,
@@ -189,11 +190,12 @@ class Influence(InnerProduct):
         coupled = self._blocks if self.refine else ()
         known = {name: run.problem.parameters[name].detach().unsqueeze(0) for name in coupled}
         whole = forms.completed(queries, known)
-        rhs = {name: forms.dense(value) for name, value in whole.items()}
-        found = self._approximate(rhs)
         if self.refine:
-            found = self._refined(rhs, found, run)
-        return {name: value / self._divisor for name, value in found.items()}
+            rhs = {name: forms.dense(value) for name, value in whole.items()}
+            found = self._refined(rhs, self._approximate(rhs), run)
+        else:  # formed queries are as large as as many models: one parameter at a time
+            found = {n: self._inverse(n).matmul(forms.dense(value)) for n, value in whole.items()}
+        return {name: value.div_(self._divisor) for name, value in found.items()}
 
     def transformed(
         self, parts: Iterator[Gradients], run: Run

@@ -66,7 +66,9 @@ class SoftmaxLossRule(HessianLossRule):
         positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
         labels = drawn(rows, samples).T.reshape(samples, p.shape[0], 1, positions)
-        gradient = p.expand(samples, *p.shape).clone()
+        # One column of logits may be as large as all activations: nobody else needs the chances.
+        is_own = samples == 1 and not torch.is_grad_enabled()
+        gradient = p.unsqueeze(0) if is_own else p.expand(samples, *p.shape).clone()
         gradient.scatter_add_(2, labels, p.new_full((1,), -1.0).expand(labels.shape))
         factor = real_sqrt(view, self.weight(view) / samples).to(x.dtype)
         columns = gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
