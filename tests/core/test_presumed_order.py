@@ -319,3 +319,50 @@ def test_rows_that_are_picked_inside_a_model_of_which_a_sample_has_none(check: A
         backpack(BatchGrad(), check=check),
     ):
         loss.backward()
+
+
+class Rewritten(nn.Module):
+    """Rows that are put into another order and back; of one only, ``relu_`` leaves something."""
+
+    def __init__(self, is_in_front: bool) -> None:
+        super().__init__()
+        self.front, self.layer, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, C)
+        self.is_in_front = is_in_front
+
+    def forward(self, x: Tensor) -> Tensor:
+        order, level = torch.tensor([1, 0, 2]), torch.tensor([[100.0], [-100.0], [-100.0]])
+        if self.is_in_front:
+            h = self.layer(self.front(x)[order]) + level
+            h.view(3, -1).relu_()
+            return self.head(h)[order.argsort()]
+        h = self.layer(x[order])[order.argsort()] + level
+        h.view(3, -1).relu_()
+        return h
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+def test_rows_of_which_a_rewrite_leaves_one(check: Any) -> None:
+    """What is zero depends on nothing, but stays a row of its sample."""
+    net, lossfunc = Rewritten(is_in_front=True), nn.CrossEntropyLoss(reduction="sum")
+    x, y = torch.randn(3, D), torch.randint(C, (3,))
+    parameters, out = [*net.parameters()], net(x)
+    expected = [
+        torch.autograd.grad(lossfunc(out[n : n + 1], y[n : n + 1]), parameters, retain_graph=True)
+        for n in range(3)
+    ]
+    extend(net), extend(lossfunc)
+    with backpack(BatchGrad(), check=check):
+        lossfunc(net(x), y).backward()
+    for parameter, *gradients in zip(parameters, *expected, strict=True):
+        oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
+
+
+@pytest.mark.parametrize("check", ["always", "never"])
+def test_data_in_another_order_of_which_a_rewrite_leaves_one(check: Any) -> None:
+    net, lossfunc = extend(Rewritten(is_in_front=False)), extend(nn.MSELoss())
+    loss = lossfunc(net(torch.randn(3, D)), torch.randn(3, D))  # the data are gone by now
+    with (
+        pytest.raises(SampleMixingError, match="in another order than they go in"),
+        backpack(BatchGrad(), check=check),
+    ):
+        loss.backward()

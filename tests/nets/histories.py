@@ -62,6 +62,10 @@ class Part(nn.Module):
             self.get_buffer("buffer").add_(0.1)
 
 
+class Again(Part):
+    """A part that runs again in the backward pass, with the values of then, as in plain torch."""
+
+
 def _dense(size: int) -> nn.Linear:
     return nn.Linear(size, size)
 
@@ -134,7 +138,7 @@ PARTS: dict[str, Callable[[int], nn.Module]] = {
         b=nn.Embedding(d, 3),
         c=nn.Linear(3, 1),
     ),
-    "checkpoint": lambda d: Part(
+    "checkpoint": lambda d: Again(
         d, lambda p, x: checkpoint(p.a, x, use_reentrant=False), a=_dense(d)
     ),
     "weight norm": lambda d: parametrizations.weight_norm(_dense(d)),
@@ -470,7 +474,8 @@ class History:
             self.index = self.draw_index()
         with backpack(*made, gradient=self.gradient, samples=self.index) as block:
             value = self.value(x, target)
-            if self.late is not None:
+            is_again = any(isinstance(part, Again) for part in self.model)
+            if self.late is not None and not is_again:
                 self.late(self)
                 self.told.append(self.late.__name__)
             value.backward()

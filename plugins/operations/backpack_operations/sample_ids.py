@@ -131,11 +131,11 @@ def packed(node: Node, output_nr: int, operand_ids: OperandIds, rows: Tensor) ->
     known = {position: ids for position, ids in operand_ids.items() if ids is not None}
     if not known or len(known) < len(operand_ids):
         return None
-    ids = _through_linear(node, output_nr, known, rows)
-    if ids is None or type(node) is not CopyNode or 0 not in known:
-        return ids
+    if type(node) is not CopyNode or 0 not in known:
+        return _through_linear(node, output_nr, known, rows)
+    ids = _of_entries(node, output_nr, known)
     # What is written over, or does not depend on what was there, stays where it is.
-    return shortened(torch.where(ids < 0, known[0], ids), rows)
+    return None if ids is None else shortened(torch.where(ids < 0, known[0], ids), rows)
 
 
 def _operand_shape(node: Node, position: int) -> Shape:
@@ -338,13 +338,20 @@ def _depending(
 def _through_linear(
     node: Node, output_nr: int, known: dict[int, SampleIds], rows: Tensor
 ) -> SampleIds | None:
-    """The ids behind a linear operation, through which they are sent, digit by digit.
+    """The ids behind a linear operation."""
+    ids = _of_entries(node, output_nr, known)
+    is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
+    return None if ids is None else shortened(ids, rows, is_whole)
+
+
+def _of_entries(node: Node, output_nr: int, known: dict[int, SampleIds]) -> Tensor | None:
+    """The id of each entry behind a linear operation, through which ids are sent, digit by digit.
 
     If all summands of an entry have one id, the ids sum to ``id · Σ coefficients``, and ones sum to
-    ``Σ coefficients``. Random codes of the samples tell whether that was so; ``None`` if not.
+    ``Σ coefficients``. Random codes of the samples tell whether that was so; ``None`` if not. It is
+    -1 where the coefficients are zero.
     """
     metadata = metadata_of(node, output_nr)
-    is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
     known = {position: ids for position, ids in known.items() if ids.numel()}
     if metadata.dtype.is_complex or not known:
         return None
@@ -362,7 +369,7 @@ def _through_linear(
     ids = ids.clamp(0, last)
     if ((checks - code[ids] * ones).abs() > ones.abs() / 4)[is_some].any():
         return None
-    return shortened(torch.where(is_some, ids, -1), rows, is_whole)
+    return torch.where(is_some, ids, -1)
 
 
 def _digit(power: int, base: int, ids: Tensor) -> Tensor:
