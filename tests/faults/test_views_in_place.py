@@ -39,6 +39,16 @@ def _own_view() -> Net:
     return Net(lambda net, x: (x * net.scale).mT, scale=nn.Parameter(torch.randn(4)))
 
 
+def _slots(part: nn.Module) -> Net:
+    """A part that gets all slots as rows, inside of a module that returns a view of its output."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        read = net.queries.softmax(1) @ x
+        return net.part(read.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
+
+    return Net(forward, part=part, queries=nn.Parameter(torch.randn(3, 3)))
+
+
 Layer = tuple[Callable[[], nn.Module], tuple[int, ...]]
 LAYERS: dict[str, Layer] = {
     "tokens": (lambda: nn.Linear(4, 4), TOKENS),
@@ -47,6 +57,9 @@ LAYERS: dict[str, Layer] = {
     "instance_norm": (lambda: nn.InstanceNorm1d(3, affine=True), TOKENS),
     "instance_norm_2d": (lambda: nn.InstanceNorm2d(2, affine=True), (2, 3, 2)),
     "own": (_own_view, TOKENS),
+    "slots": (lambda: _slots(nn.Linear(4, 4)), TOKENS),
+    "slots_cell": (lambda: _slots(nn.GRUCell(4, 4)), TOKENS),
+    "slots_inside": (lambda: nn.Sequential(_slots(nn.Linear(4, 4))), TOKENS),
     "tokens_identity": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Identity()), TOKENS),
     "tokens_dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout().eval()), TOKENS),
     "tokens_flatten": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Flatten()), TOKENS),
@@ -172,6 +185,18 @@ def net_of(layer: nn.Module, shape: tuple[int, ...], operation: Operation) -> Ne
 def test_operations_on_tokens(operation: str, kind: str) -> None:
     net = net_of(nn.Linear(4, 4), TOKENS, OPERATIONS[operation])
     check(classification(net, TOKENS), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", ["module", "scale", "part", "twice"])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("layer", ["slots", "slots_cell", "slots_inside"])
+def test_output_of_the_net(layer: str, batch: int, operation: str, kind: str) -> None:
+    """Nothing behind the view tells how many rows of its base each sample has."""
+    part = LAYERS[layer][0]()
+    net = Net(lambda net, x: OPERATIONS[operation](net.part(x), x), part=part)
+    x, y = torch.randn(batch, *TOKENS, requires_grad=True), torch.randn(batch, *TOKENS)
+    check(Problem(net, (x,), nn.MSELoss(reduction="sum"), y), kind)
 
 
 @pytest.mark.usefixtures("without_cudnn")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.record.call import Edge
+from backpack_core.record.call import Call, Edge
 from backpack_operations import nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.batch import declared_axis, is_doubtful
@@ -52,6 +52,9 @@ class Walk:
         self._origins = Origins(survey)
         self._tensors = Tensors(survey, targets)
         self._owners = owners
+        self._returning: dict[NodeOutput, list[Call]] = {}
+        for (call, _), site in survey.sites.items():
+            self._returning.setdefault(site.edge[:2], []).append(call)
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in the alignment."""
@@ -330,7 +333,7 @@ class Walk:
             alignment.apart.add(leaf)
             alignment.positions[leaf] = 0
         if this.site is not None and not this.positions and not this.is_loss:
-            is_needed |= bool(self._survey.trained[this.site.call])
+            is_needed |= any(self._survey.trained[call] for call in self._calls_at(this))
         if not is_needed:
             return
         if this.is_settled() and not this.is_apart:
@@ -340,6 +343,14 @@ class Walk:
             self._stay_apart(this)
         elif not this.is_loss:
             self._note_beside(this)
+
+    def _calls_at(self, this: TensorFacts) -> list[Call]:
+        """The calls that returned a tensor.
+
+        If a view was overwritten in place, they may be several: a module, and one inside of it.
+        """
+        own = () if this.site is None else (this.site.call,)
+        return list(dict.fromkeys((*own, *self._returning.get(this.output, ()))))
 
     def _targets(self, this: TensorFacts) -> Iterable[tuple[int, Tensor]]:
         """The parameters that are read where this operation uses them, by position."""
@@ -360,6 +371,5 @@ class Walk:
 
         for this in reached([number], further):
             beside += [(parameter, this.node) for _, parameter in self._targets(this)]
-            if this.site is not None and this is not number:
-                trained = self._survey.trained[this.site.call]
-                beside += [(own.parameter, this.node) for own in trained]
+            for call in () if this is number else self._calls_at(this):
+                beside += [(own.parameter, this.node) for own in self._survey.trained[call]]
