@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tests.nets.kinds import Make, Shapes, axes, divisor, module, need, on_axes
@@ -108,8 +109,12 @@ def _draw_group_norm(random: Random, shapes: Shapes) -> dict[str, Any]:
 
 
 def _run_group_norm(part: nn.Module, settings: Settings, x: Tensor) -> Any:
-    """On channels first: torch 2.13 crashes on channels last whose gradient nobody wants."""
-    return part(x.contiguous())
+    """On channels first: torch 2.13 crashes on channels last whose gradient nobody wants.
+
+    For torch, ``[N, C, 1, 1]`` may have channels last and be contiguous.
+    """
+    x = x.contiguous()
+    return part(x if x.requires_grad else x.clone(memory_format=torch.contiguous_format))
 
 
 module(
