@@ -15,6 +15,11 @@ from tests.nets.verdict import Prepared, judge
 BLOCKS = 5
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> None:
+    """Every net is judged by itself for what it leaves."""
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Planned]:
     """The plans that were taken."""
