@@ -461,6 +461,11 @@ class History:
         except BackpackError:
             self.told.append("refused")
             return ""
+        except RuntimeError as error:  # of torch, if what it saved was changed
+            if "modified by an inplace operation" not in str(error):
+                raise
+            self.told.append("refused by torch")
+            return ""
         truth = self._truth(plain, x.detach(), target)
         pairs = zip(named, before, strict=True)
         return next(filter(None, (self._compared(p, b, truth, made) for p, b in pairs)), "")
