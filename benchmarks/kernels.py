@@ -2,7 +2,8 @@
 
 The products of a convolution's output columns and patches are formed both ways, in pieces as the
 contractions do, alternately in one process. ``docs/design/products.md`` has figures from
-here, and ``DirectPatches.suits`` is the rule that fits them.
+here, and ``DirectPatches.suits`` is the rule that fits them. With ``--whole``, all products end up
+in one tensor, as individual gradients and Jacobians do: those of the kernel are copied there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CASES: list[tuple[nn.Module, int, int]] = [
     *((nn.Conv2d(3, 64, 5), 32, columns) for columns in (1, 10)),
     *((nn.Conv2d(1, 32, 5, padding=2), 28, columns) for columns in (1, 10)),
     *((nn.Conv2d(64, 64, 3, padding=1), size, 1) for size in (8, 12, 16)),
+    *((nn.Conv2d(16, 32, 3, padding=1), 8, columns) for columns in (1, 3, 10)),
+    *((nn.Conv2d(8, 8, 3, padding=1), 32, columns) for columns in (3, 10)),
     *((nn.Conv2d(128, 128, 3, padding=1), size, 1) for size in (16, 24)),
     (nn.Conv2d(96, 128, 3, padding=1), 7, 1),
     (nn.Conv2d(64, 64, 1), 16, 1),
@@ -43,10 +46,10 @@ class Comparison(FirstOrderExtension):
 
     savefield = "kernel_times"
 
-    def __init__(self, columns: int, seconds: float) -> None:
-        """Store how many columns to form products for, and how long to repeat."""
+    def __init__(self, columns: int, seconds: float, keeps: bool) -> None:
+        """Store how many columns there are, how long to repeat, and whether products are kept."""
         super().__init__()
-        self.columns, self.seconds = columns, seconds
+        self.columns, self.seconds, self.keeps = columns, seconds, keeps
 
     def read(self, product: AffineProduct) -> tuple[bool, float, float]:
         """Whether the rule takes the kernel, milliseconds of patches, time of the kernel to it."""
@@ -55,13 +58,21 @@ class Comparison(FirstOrderExtension):
         out = torch.randn(self.columns, *product.out.shape[1:])
         inputs = {"kernel": _as(_Always, direct), "patches": _as(Patches, direct)}
 
+        whole = out.new_empty(*out.shape[:2], *out.shape[3:], direct.shape[3])
+
         def form(inp: Rows) -> None:
-            for _ in contractions.pieces(out, inp):
-                pass
+            if self.keeps and not isinstance(inp, DirectPatches):
+                for _ in contractions.form(out, inp, whole):
+                    pass
+                return
+            for some, rows, piece in contractions.pieces(out, inp):
+                if self.keeps:
+                    whole[some, rows] = piece.permute(2, 0, 1, 3, 4)
 
         steps = {key: lambda inp=inp: form(inp) for key, inp in inputs.items()}
         times = alternate(steps, self.seconds, "wall", lambda _: None, least=5)
-        suits = direct.suits(self.columns, out)
+        joins = not self.keeps or contractions._joins_columns(out, direct)
+        suits = joins and direct.suits(self.columns, out)
         return suits, 1e3 * times.best("patches"), times.best("kernel") / times.best("patches")
 
 
@@ -84,6 +95,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--whole", action="store_true", help="keep all products")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for module, size, columns in CASES:
@@ -92,7 +104,7 @@ def main() -> None:
         conv = extend(module)
         dims = conv.weight.dim() - 2
         x = torch.randn(options.samples, conv.in_channels, *[size] * dims)
-        with backpack(Comparison(columns, options.seconds)):
+        with backpack(Comparison(columns, options.seconds, options.whole)):
             conv(x).sum().backward()
         suits, patches, ratio = conv.weight.kernel_times
         print(

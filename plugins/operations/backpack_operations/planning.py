@@ -92,7 +92,7 @@ class Planning:
         if between.driven is None:
             between.attend(run)
         calls = [call for call, _ in structure.sites if not call.rule.is_loss]
-        run.sink.clear(calls, run.context, known, structure.parameters)
+        run.sink.clear(calls, run.context, structure.parameters)
         return True
 
     def make(self, run: BackwardPass) -> None:

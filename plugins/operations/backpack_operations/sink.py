@@ -7,7 +7,7 @@ clipped sums need the sum of the products of all uses.
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
 from backpack_operations.readings import joined
 from backpack_products.held import held_by
-from backpack_products.recycled import LAST, drop, offer
+from backpack_products.recycled import begins, drop, offer
 
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -174,32 +174,30 @@ class GraphSink(SharedSink):
         self,
         calls: Iterable[Call],
         context: Context,
-        plan: Hashable = None,
-        used: Iterable[Tensor] = (),
+        used: Collection[Tensor] | None = None,
     ) -> None:
         """Remove the results of earlier passes, and offer their memory to those of this one.
 
         Args:
             calls: See the base class.
             context: See the base class.
-            plan: The plan of the pass, if it has one. If the pass before had the same plan, only
-                the parameters in ``used`` have results.
-            used: The parameters that the pass uses; needed with a plan.
+            used: The parameters that the pass uses, if that is known. If the last pass of all used
+                the same, only these have results.
         """
         if not self.clears:
+            begins((), [])
             return
         fields = [extension.savefield for extension in context.extensions]
         models = owners_of(call.module for call in calls)
-        before = [LAST.get(model, (None, ())) for model in models]
-        LAST.update(dict.fromkeys(models, (plan, fields)))
         # Memory that is offered and not written again would only take space.
-        offers = not context.keeps_results and all(fields == known for _, known in before)
-        is_known = offers and len(models) == 1 and plan is not None and before[0][0] is plan
-        parameters = used if is_known else self.parameters(models)
+        are_same, are_known = begins(models, fields, used)
+        offers = are_same and not context.keeps_results
+        if used is None or not (are_known and offers):
+            used = self.parameters(models)
         if self._owners or self._outside:
             new = self.new
-            parameters = [parameter for parameter in parameters if id(parameter) not in new]
-        offer([parameter.__dict__ for parameter in parameters], fields, offers)
+            used = [parameter for parameter in used if id(parameter) not in new]
+        offer([parameter.__dict__ for parameter in used], fields, offers)
 
     def leave(self) -> None:
         """Free the memory that was offered and not written again."""

@@ -22,7 +22,15 @@ from backpack_products.host_functions import HostFunction
 from backpack_products.multiply import are_one_by_one, multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
-from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget, piece_size
+from backpack_products.tuning import (
+    CACHE,
+    COPIED,
+    DIRECT,
+    LARGE,
+    even_size,
+    memory_budget,
+    piece_size,
+)
 from backpack_products.values import is_lost
 
 
@@ -204,7 +212,11 @@ def _joins_columns(out: Tensor, inp: Rows) -> bool:
     """Whether one product of several columns of a sample is faster than one for each column."""
     columns, _, positions, _, features = out.shape
     single = columns * positions * features * inp.shape[3]
-    return bool(_direct(inp, columns, out)) or (columns > 1 and are_one_by_one(single, out))
+    # A kernel's products are copied. That takes longer than to create the inputs of few positions,
+    # once for all columns (``python -m benchmarks.kernels --whole``).
+    pays = positions > COPIED * columns * features
+    is_direct = pays and bool(_direct(inp, columns, out))
+    return is_direct or (columns > 1 and are_one_by_one(single, out))
 
 
 def _direct(inp: Rows, columns: int, out: Tensor) -> int:

@@ -9,7 +9,7 @@ accelerators, torch's caching allocator does the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -120,15 +120,33 @@ def drop() -> None:
         _recycled.memories.clear()
 
 
-# The plan of the last pass over each model, and the names of the results that it stored.
-LAST: Final[WeakKeyDictionary[Module, tuple[Hashable, list[str]]]] = WeakKeyDictionary()
+# The names of the results that the last pass over each model stored.
+_fields: Final[WeakKeyDictionary[Module, list[str]]] = WeakKeyDictionary()
+# The ``id`` of each parameter that the last pass of all may have stored results on, if known.
+_latest: tuple[int, ...] | None = None
 
 
-def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
-    """Note that results were stored without a pass, so that the next pass looks at every parameter.
+def begins(
+    models: Iterable[Module], fields: list[str], used: Iterable[Tensor] | None = None
+) -> tuple[bool, bool]:
+    """Note that a pass begins, or that results are stored without one.
+
+    Models may share parameters, and functions may use those of any model. So which parameters have
+    results is known from the last pass of all, and not from the last one over each model.
 
     Args:
         models: The models.
-        fields: The names of the results, whose memory the next pass may write again.
+        fields: The names of the results.
+        used: The parameters that may get results; ``None`` if that is not known.
+
+    Returns:
+        Whether the last pass over each model stored results of the same names, whose memory may be
+        written again; and whether the last pass of all used the same parameters.
     """
-    LAST.update(dict.fromkeys(models, (None, fields)))
+    global _latest
+    are_same, before = True, _latest
+    for model in models:
+        are_same &= _fields.get(model) == fields
+        _fields[model] = fields
+    _latest = None if used is None else tuple(map(id, used))
+    return are_same, _latest is not None and _latest == before

@@ -55,6 +55,8 @@ def within_budget(size: int) -> Iterator[None]:
 CACHE: Final = 4 * 2**20
 # The same for a kernel that allocates each piece: larger pieces cause page faults.
 DIRECT: Final = 5 * 2**19
+# For each output feature, from this many positions on, a kernel pays although products are copied.
+COPIED: Final = 4
 # The same for pieces that several first-order extensions read: as fast, with lower peak memory.
 SHARED: Final = 2 * 2**20
 # The same for one column whose factors are plain tensors: half of an L2 cache of 2 MiB.
