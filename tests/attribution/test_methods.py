@@ -391,6 +391,8 @@ def test_refusals() -> None:
         influence(model, lossfunc, None, queries)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"learning_rates must be finite numbers\. Got \['a'\]"):
         TracIn([model.state_dict()], ["a"])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="takes a list with the learning rate"):
+        TracIn([model.state_dict()], {0: 0.1})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gave no sample"):
         influence(model, lossfunc, [], queries)
     with pytest.raises(UsageError, match="list_iterator can be gone through only once"):
@@ -401,6 +403,8 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
+    with pytest.raises(UsageError, match=r"must be a list.* Got \{0: 'a'"):
+        influence(model, lossfunc, train, queries, identities=dict(enumerate("abcd")))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="must be zero or positive"):
         Influence(damping=-1.0)
     for wrong in (True, float("inf"), {"0.weight": -1.0}):

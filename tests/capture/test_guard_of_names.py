@@ -130,6 +130,36 @@ def test_a_number_that_is_read_by_another_name(name: str, place: str) -> None:
         globals().pop("abs", None)
 
 
+class _OnlyOfInstances:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __get__(self, instance: Any, owner: type) -> float:
+        if instance is None:
+            raise AttributeError("it has no value on the class")
+        return self.value
+
+
+def test_a_descriptor_without_a_value_on_the_class() -> None:
+    class Net(Scaled):
+        factor = _OnlyOfInstances(2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.factor
+
+    model, lossfunc = extend(Net(lambda: 1.0)), extend(nn.CrossEntropyLoss())
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return lossfunc(model(x), y)  # type: ignore[no-any-return]
+
+    step = capture(function, model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    for _ in range(8):
+        same(step(x, y), function(x, y).detach())
+    Net.factor = _OnlyOfInstances(3.0)
+    same(step(x, y), function(x, y).detach())
+
+
 class Weighted:
     def __init__(self, model: nn.Module, lossfunc: nn.Module) -> None:
         self.model, self.lossfunc, self.weight = model, lossfunc, 1.0

@@ -448,6 +448,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         p, lr=0.1, betas=(0.0, 0.9), amsgrad=True, weight_decay=0.0
     ),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "centered rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
 }
 
@@ -621,6 +622,10 @@ def test_an_optimizer_without_state_is_refused() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(UsageError, match=r"state of SGD \(momentum_buffer\)"):
+        divisors_of(optimizer, model)
+    optimizer = torch.optim.Adadelta(model.parameters())
+    optimizer.step()
+    with pytest.raises(UsageError, match=r"state of Adadelta \(step, square_avg, acc_delta\)"):
         divisors_of(optimizer, model)
 
 

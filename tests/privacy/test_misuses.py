@@ -167,6 +167,8 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "a batch larger than the data": (lambda: private(loader=loader_of(DATA, 13)), "1 at most"),
     "more users than there are": (lambda: private(users=[0, 1] * 6), "of 2 samples"),
     "users of other data": (lambda: private(users=[0, 1]), "12 in all"),
+    "users by record": (lambda: private(users={n: n // 2 for n in range(12)}), "Got a dict"),
+    "users on two axes": (lambda: private(users=torch.arange(12)[:, None]), "users.ravel()"),
     "users that are missing": (
         lambda: private(loader=loader_of(DATA, 1), users=torch.tensor([0.0, torch.nan] * 6)),
         "'not a number'",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -224,10 +224,8 @@ def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
         UsageError: Their number is not that of the samples, one has another type, or two are
             equal.
     """
-    if isinstance(identities, str):
-        raise UsageError(
-            f"Identities must be a list, one for each sample. Got the text {identities!r:.40}."
-        )
+    if isinstance(identities, (str, Mapping, Set)):
+        raise UsageError(f"Identities must be a list, one for each sample. Got {identities!r:.40}.")
     found = [*map(plain, identities)]
     if len(found) != samples:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from math import isfinite, nan
 from pathlib import Path
@@ -216,9 +216,10 @@ class TracIn(Method):
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
         given: Any = [1.0] * len(checkpoints) if learning_rates is None else learning_rates
-        if not isinstance(given, Iterable) or len(rates := [*given]) != len(checkpoints):
+        is_list = isinstance(given, Iterable) and not isinstance(given, (Mapping, Set))
+        if not is_list or len(rates := [*given]) != len(checkpoints):
             raise UsageError(
-                "TracIn takes one learning rate for each checkpoint. Got "
+                "TracIn takes a list with the learning rate of each checkpoint. Got "
                 f"{len(checkpoints)} checkpoints, and learning_rates={given!r:.80}."
             )
         if not all(isfinite(as_number(rate)) for rate in rates):

@@ -120,7 +120,7 @@ class Run:
                 "as a DataLoader or a list, not an iterator or a generator."
             )
         is_list = not callable(given) and not isinstance(given, str)
-        return checked([*given] if is_list else found, count)  # type: ignore[misc]
+        return checked(given if is_list else found, count)  # type: ignore[arg-type]
 
     def of_training(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows of all batches of training samples, on the CPU, one for each sample or token."""

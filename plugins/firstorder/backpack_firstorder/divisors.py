@@ -107,7 +107,8 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
     """The divisors by which an optimiser divides gradients, from its state.
 
     For Adam, AdamW, NAdam and RAdam: ``√(v / (1 - β₂ᵗ)) + ε``, with ``amsgrad=True`` of the largest
-    ``v``. For RMSprop and Adagrad: ``√v + ε``. For Adafactor (of torch, or of ``transformers``):
+    ``v``. For RMSprop and Adagrad: ``√v + ε``, with ``centered=True`` ``√(v - ḡ²) + ε`` of the mean
+    gradient ``ḡ``. For Adafactor (of torch, or of ``transformers``):
     the root of its estimate ``r ⊗ c / mean(r)``. For a matrix this is a pair of rows and columns,
     which divide gradients in their factors.
 
@@ -135,6 +136,8 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
                 "has state, since it does not divide."
             )
         known = [make for key, make in _STATES.items() if state.get(key) is not None]
+        if "acc_delta" in state:  # Adadelta's, which multiplies by earlier steps, too
+            known = []
         if not known:
             keys = ", ".join(map(str, state))
             raise UsageError(
@@ -155,8 +158,15 @@ def _adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
     return (square / correction).sqrt() + group[f"{prefix}eps"]  # type: ignore[no-any-return]
 
 
-def _rooted(key: str) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]:
-    return lambda state, group: state[key].sqrt() + group["eps"]
+def _adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    return state["sum"].sqrt() + group["eps"]  # type: ignore[no-any-return]
+
+
+def _rmsprop(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    square = state["square_avg"]
+    if group.get("centered"):
+        square = square.addcmul(state["grad_avg"], state["grad_avg"], value=-1).clamp(min=0)
+    return square.sqrt() + group["eps"]  # type: ignore[no-any-return]
 
 
 def _factored(row: Tensor, column: Tensor, least: float) -> Divisor:
@@ -188,6 +198,6 @@ _STATES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]] = 
     "variance": _torch_adafactor_vector,
     "exp_avg_sq_row": _transformers_adafactor,
     "exp_avg_sq": _adam,
-    "square_avg": _rooted("square_avg"),
-    "sum": _rooted("sum"),
+    "square_avg": _rmsprop,
+    "sum": _adagrad,
 }

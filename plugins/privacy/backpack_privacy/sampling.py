@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -128,7 +128,8 @@ class Units:
             max_records: The largest number of records of a user in a batch, drawn anew each time.
 
         Raises:
-            UsageError: ``users`` does not name one user for each record, or one is NaN.
+            UsageError: ``users`` does not name one user for each record, one cannot be a key of a
+                dictionary, or one is NaN.
         """
         self._of: list[list[int]] | None = None
         self.has_users = users is not None
@@ -136,7 +137,17 @@ class Units:
         if users is None:
             self.count = records
             return
+        if isinstance(users, (Mapping, Set)):
+            raise UsageError(
+                f"users= takes a list with the user of each record. Got a {type(users).__name__}: "
+                "write [users[record] for record in range(len(dataset))]."
+            )
         named = users.tolist() if isinstance(users, Tensor) else [*users]
+        if not all(isinstance(user, Hashable) for user in named):
+            raise UsageError(
+                "users= takes one user for each record, in one list. Got an entry that is not a "
+                "name or a number: for an array with several axes, write users.ravel()."
+            )
         if len(named) != records:
             raise UsageError(
                 f"users= names the user of each record of the data set, {records} in all. "

@@ -79,8 +79,14 @@ class Watched:
         for name in (name for name, value in self._own.items() if value is not None):
             owner, attribute = (kind, name) if isinstance(name, str) else name
             found.setdefault(owner, []).append(attribute)
+        own = found.pop(kind)
+        for name in [name for name in own if not hasattr(kind, name)]:
+            # A descriptor that has a value on instances only is compared itself.
+            own.remove(name)
+            holder = next(cls for cls in kind.__mro__ if name in vars(cls))
+            found.setdefault(holder, []).append(name)
         # The name that is given twice makes it return a tuple, even for no other name.
-        self._look = attrgetter(*found.pop(kind), *["__mro__"] * 2)
+        self._look = attrgetter(*own, *["__mro__"] * 2)
         self._elsewhere = [(itemgetter(*n, n[0]), vars(owner)) for owner, n in found.items()]
         self._seen = self._now()
 
