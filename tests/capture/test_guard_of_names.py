@@ -131,18 +131,19 @@ def test_a_number_that_is_read_by_another_name(name: str, place: str) -> None:
 
 
 class _OnlyOfInstances:
-    def __init__(self, value: float) -> None:
-        self.value = value
+    def __init__(self, value: float, error: type[Exception]) -> None:
+        self.value, self.error = value, error
 
     def __get__(self, instance: Any, owner: type) -> float:
         if instance is None:
-            raise AttributeError("it has no value on the class")
+            raise self.error("it has no value on the class")
         return self.value
 
 
-def test_a_descriptor_without_a_value_on_the_class() -> None:
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_descriptor_without_a_value_on_the_class(error: type[Exception]) -> None:
     class Net(Scaled):
-        factor = _OnlyOfInstances(2.0)
+        factor = _OnlyOfInstances(2.0, error)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) * self.factor
@@ -156,7 +157,7 @@ def test_a_descriptor_without_a_value_on_the_class() -> None:
     x, y = torch.rand(5, 4), torch.randint(3, (5,))
     for _ in range(8):
         same(step(x, y), function(x, y).detach())
-    Net.factor = _OnlyOfInstances(3.0)
+    Net.factor = _OnlyOfInstances(3.0, error)
     same(step(x, y), function(x, y).detach())
 
 

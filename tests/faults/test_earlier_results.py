@@ -10,7 +10,8 @@ from backpack_core.extensions import BatchGrad
 
 
 def _backward(model: nn.Module) -> None:
-    loss = model(torch.randn(5, 4)).square().sum()
+    output = model(torch.randn(5, 4))
+    loss = extend(nn.MSELoss())(output, torch.randn_like(output))
     with backpack(BatchGrad(), check="never"):
         loss.backward()
 
@@ -26,6 +27,20 @@ def test_of_a_model_that_shares_a_part() -> None:
         trunk.requires_grad_(True)
         _backward(two)
         assert trunk.weight.grad_batch.shape == (5, 6, 4)
+
+
+def test_of_a_model_and_a_function_that_use_the_same_parameters() -> None:
+    """Between them, the model has stored results on more."""
+    early, late = nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
+    model = extend(nn.Sequential(early, late))
+    for _ in range(4):
+        early.requires_grad_(True)
+        _backward(model)
+        assert hasattr(early.weight, "grad_batch")
+        _backward(_Multiplied(late.weight))
+        early.requires_grad_(False)
+        _backward(model)
+        assert not hasattr(early.weight, "grad_batch")
 
 
 class _Choice(nn.Module):

@@ -26,7 +26,7 @@ from backpack_capture.program import Program
 from backpack_capture.results import Before, Results
 from backpack_capture.watch import Watch
 from backpack_core.record.models import owners_of
-from backpack_products.recycled import begins, drop
+from backpack_products.recycled import drop, will_store
 from backpack_products.values import rounding_unit
 
 LOOKS: Final = 12  # timed runs of compiled code, and as many before it; the fastest count
@@ -216,7 +216,7 @@ class Graph:
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results, and return what the step returned."""
-        begins(self._models, self._asked.fields)
+        will_store(self._models, self._asked.fields)
         with without_gradients():
             return self.results.deliver(tensors)
 

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from backpack_capture._torch import gradient_hooks, take_hooks
 from backpack_capture.nested import Apart
-from backpack_products.recycled import begins, offer
+from backpack_products.recycled import offer, will_store
 
 
 class _Earlier:
@@ -161,7 +161,7 @@ class Before:
 
     def begin(self) -> None:
         """Put gradients and results aside, after the forward pass, which may read them."""
-        begins(self._models, [])
+        will_store(self._models, [])
         for parameter in self._parameters:
             table = parameter.__dict__
             table.update({f: _Earlier(table.get(f, _NOTHING)) for f in self._fields})

@@ -136,7 +136,7 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
                 "has state, since it does not divide."
             )
         known = [make for key, make in _STATES.items() if state.get(key) is not None]
-        if "acc_delta" in state:  # Adadelta's, which multiplies by earlier steps, too
+        if "acc_delta" in state:  # Adadelta's, whose divisor has the size of earlier steps in it
             known = []
         if not known:
             keys = ", ".join(map(str, state))

@@ -27,7 +27,7 @@ from backpack_core.record.view import View
 from backpack_operations._torch import will_get_gradient, will_get_to
 from backpack_operations.readings import joined
 from backpack_products.held import held_by
-from backpack_products.recycled import begins, drop, offer
+from backpack_products.recycled import drop, offer, will_store
 
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -181,22 +181,22 @@ class GraphSink(SharedSink):
         Args:
             calls: See the base class.
             context: See the base class.
-            used: The parameters that the pass uses, if that is known. If the last pass of all used
-                the same, only these have results.
+            used: The parameters that the pass uses, if that is known. If the last pass of all was
+                like this one, only these have results.
         """
         if not self.clears:
-            begins((), [])
+            will_store((), [])
             return
         fields = [extension.savefield for extension in context.extensions]
         models = owners_of(call.module for call in calls)
-        # Memory that is offered and not written again would only take space.
-        are_same, are_known = begins(models, fields, used)
-        offers = are_same and not context.keeps_results
-        if used is None or not (are_known and offers):
+        are_same, are_known = will_store(models, fields, used)
+        if used is None or not are_known:
             used = self.parameters(models)
         if self._owners or self._outside:
             new = self.new
             used = [parameter for parameter in used if id(parameter) not in new]
+        # Memory that is offered and not written again would only take space.
+        offers = are_same and not context.keeps_results
         offer([parameter.__dict__ for parameter in used], fields, offers)
 
     def leave(self) -> None:

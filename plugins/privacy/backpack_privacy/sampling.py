@@ -140,7 +140,8 @@ class Units:
         if isinstance(users, (Mapping, Set)):
             raise UsageError(
                 f"users= takes a list with the user of each record. Got a {type(users).__name__}: "
-                "write [users[record] for record in range(len(dataset))]."
+                "write a list in the order of the data set, such as "
+                "[user_of[record] for record in range(len(dataset))]."
             )
         named = users.tolist() if isinstance(users, Tensor) else [*users]
         if not all(isinstance(user, Hashable) for user in named):

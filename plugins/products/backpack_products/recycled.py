@@ -120,19 +120,21 @@ def drop() -> None:
         _recycled.memories.clear()
 
 
-# The names of the results that the last pass over each model stored.
+# By model, the names of the results that were last stored on its parameters.
 _fields: Final[WeakKeyDictionary[Module, list[str]]] = WeakKeyDictionary()
-# The ``id`` of each parameter that the last pass of all may have stored results on, if known.
-_latest: tuple[int, ...] | None = None
+# The models of the last pass of all, the names of its results, and the parameters that may have got
+# them, objects by ``id``; ``None`` if these parameters are not known.
+_latest: tuple[list[int], list[str], list[int]] | None = None
 
 
-def begins(
-    models: Iterable[Module], fields: list[str], used: Iterable[Tensor] | None = None
+def will_store(
+    models: Sequence[Module], fields: list[str], used: Iterable[Tensor] | None = None
 ) -> tuple[bool, bool]:
-    """Note that a pass begins, or that results are stored without one.
+    """Note that results are about to be stored.
 
     Models may share parameters, and functions may use those of any model. So which parameters have
-    results is known from the last pass of all, and not from the last one over each model.
+    results is known if the last pass of all was like this one; the last one over each model does
+    not tell.
 
     Args:
         models: The models.
@@ -140,13 +142,11 @@ def begins(
         used: The parameters that may get results; ``None`` if that is not known.
 
     Returns:
-        Whether the last pass over each model stored results of the same names, whose memory may be
-        written again; and whether the last pass of all used the same parameters.
+        Whether the last results of each model had the same names, so that their memory may be
+        written again; and whether only ``used`` have such results.
     """
     global _latest
-    are_same, before = True, _latest
-    for model in models:
-        are_same &= _fields.get(model) == fields
-        _fields[model] = fields
-    _latest = None if used is None else tuple(map(id, used))
+    are_same, before = all(_fields.get(model) == fields for model in models), _latest
+    _fields.update(dict.fromkeys(models, fields))
+    _latest = None if used is None else ([*map(id, models)], fields, [*map(id, used)])
     return are_same, _latest is not None and _latest == before

@@ -80,7 +80,7 @@ class Watched:
             owner, attribute = (kind, name) if isinstance(name, str) else name
             found.setdefault(owner, []).append(attribute)
         own = found.pop(kind)
-        for name in [name for name in own if not hasattr(kind, name)]:
+        for name in [name for name in own if not _has_value(kind, name)]:
             # A descriptor that has a value on instances only is compared itself.
             own.remove(name)
             holder = next(cls for cls in kind.__mro__ if name in vars(cls))
@@ -107,6 +107,15 @@ class Watched:
             return True
         self._seen = now
         return False
+
+
+def _has_value(kind: type, name: str) -> bool:
+    """Whether an attribute of a class can be looked up there; descriptors may run users' code."""
+    try:
+        getattr(kind, name)
+    except Exception:
+        return False
+    return True
 
 
 def _tables_behind(kind: type) -> list[Mapping[str, Any]]:
