@@ -230,7 +230,12 @@ def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
     def products() -> list[Tensor]:
         return [gram(one_by_one())]
 
+    alone = capture(total, net, lossfunc, TaskGrad(), gradient="none")
     step = capture(total, net, lossfunc, TaskGrad(), TaskDotGrad(), gradient="none")
+
+    def captured_alone() -> list[Tensor]:
+        alone()
+        return [p.grad_task for p in net.parameters()]
 
     def captured() -> list[Tensor]:
         step()
@@ -238,6 +243,7 @@ def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
         return [p.grad_task for p in own] + [torch.stack([p.task_dot for p in own]).sum(0)]
 
     yield Row(f"TaskGrad, {tasks} losses, MLP, 128", rows, one_by_one, "autograd")
+    yield Row("the same, captured", captured_alone, one_by_one, "autograd")
     yield Row(f"TaskDotGrad, {tasks} losses, MLP, 128", product, products, "autograd")
     both = lambda: [*(found := one_by_one()), gram(found)]  # noqa: E731
     yield Row(f"both, {tasks} losses, captured", captured, both, "autograd")
@@ -281,7 +287,15 @@ def of_weights(samples: int = 16) -> Iterator[Row]:
         return [p.grad_batch for p in net.parameters()]
 
     each = vmap(grad(one), (None, 0, 0))
-    yield Row("BatchGrad, modulated convolution, 16", ours, lambda: [*each(state, z, y).values()])
+    step = capture(lambda: lossfunc(net(z), y), net, lossfunc, BatchGrad())
+
+    def captured() -> list[Tensor]:
+        step()
+        return [p.grad_batch for p in net.parameters()]
+
+    other = lambda: [*each(state, z, y).values()]  # noqa: E731
+    yield Row("BatchGrad, modulated convolution, 16", ours, other)
+    yield Row("the same, captured", captured, other)
 
 
 def rows() -> Iterator[Row]:

@@ -131,9 +131,9 @@ def test_the_diagonal_comes_from_those_of_the_samples(monkeypatch: pytest.Monkey
     positions = []
     original = contractions.square_sum
 
-    def count(out: Tensor, inp: Rows) -> Tensor:
+    def count(out: Tensor, inp: Rows, known: Tensor | None) -> Tensor:
         positions.append(out.shape[2])
-        return original(out, inp)
+        return original(out, inp, known)
 
     monkeypatch.setattr(contractions, "square_sum", count)
     problem.run(DiagGGNExact(), BatchDiagGGNExact())
@@ -141,6 +141,25 @@ def test_the_diagonal_comes_from_those_of_the_samples(monkeypatch: pytest.Monkey
     problem.compare("diag_ggn_exact", [d.sum(0) for d in problem.fields("diag_ggn_exact_batch")])
     problem.run(DiagGGNExact())
     assert max(positions) > 1
+
+
+def test_columns_are_squared_once_for_weight_and_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make("mlp")
+    squared = []
+    original = contractions.squares
+
+    def count(out: Tensor) -> Tensor:
+        squared.append(out.shape[4])
+        return original(out)
+
+    monkeypatch.setattr(contractions, "squares", count)
+    problem.run(DiagGGNExact(), check="never")
+    layers = [m for m in problem.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert squared == [layer.out_features for layer in reversed(layers)]
+    blocks = [block.sum(0) for block in problem.expected(oracle.ggn)]
+    parameters = problem.parameters
+    expected = [b.diagonal().view_as(p) for b, p in zip(blocks, parameters, strict=True)]
+    problem.compare("diag_ggn_exact", expected)
 
 
 @pytest.mark.parametrize("extension", [BatchDiagGGNExact, DiagGGNExact, SqrtGGNExact])

@@ -121,8 +121,9 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 def norm_affine(product: AffineProduct) -> Norm:
     """By :func:`contractions.norm`, or along with what else is needed."""
     inp = product.inp
-    if inp is None and product.positions == 1 and not is_formed(product):
-        return _norm_of_columns(product).total(2)
+    of_columns = None if inp is not None else product.shared(_norms, product.out)
+    if of_columns is not None and not is_formed(product):
+        return of_columns.total(2)
     along: Norm | None = None
     if inp is None or reads_formed(product):
         formed, along = as_formed(product), product.results.get((norm,))
@@ -133,17 +134,12 @@ def norm_affine(product: AffineProduct) -> Norm:
     if along is not None:
         return along
     out, rows = product.factors(inp)
-    is_shared = out is product.out and product.positions == 1
-    return contractions.norm(out, rows, _norm_of_columns(product) if is_shared else None)
+    return contractions.norm(out, rows, product.shared(_norms, out))
 
 
-def _norm_of_columns(product: AffineProduct) -> Norm:
-    """Norms for a single position, by group: weight and bias share them. Shape ``[V, N, G]``."""
-    known: tuple[Tensor, Norm] | None = product.column_cache.get(norm)
-    if known is None or known[0] is not product.out:
-        known = product.out, vector_norm(product.out.squeeze(2), 3)
-        product.column_cache[norm] = known
-    return known[1]
+def _norms(out: Tensor) -> Norm:
+    """Norms for a single position, by group. Shape ``[V, N, G]``."""
+    return vector_norm(out.squeeze(2), 3)
 
 
 @norm.register

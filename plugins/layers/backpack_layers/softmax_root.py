@@ -41,12 +41,14 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
     # bound is reached, the probabilities that multiply it have underflowed, too.
     bound = log(torch.finfo(dtype).max) / 2
     share = ((first - here - behind) / 2).clamp(max=bound).exp() * factor
-    turn = torch.arange(classes, device=order.device)
-    rank = torch.empty_like(order).scatter_(1, order, turn[:, None].expand_as(order))
-    root = torch.where(rank > turn[:-1, None, None, None], _columns(share) * -log_p.exp(), 0)
+    # The rank of each class, as numbers of the dtype: comparisons of integers take longer.
+    turn = torch.arange(classes, device=order.device, dtype=dtype)
+    rank = torch.empty_like(ordered).scatter_(1, order, turn[:, None].expand_as(order))
+    is_behind = (rank - turn[:-1, None, None, None]).clamp_(0, 1)  # one where j > v, else zero
+    root = is_behind.mul_(_columns(-share)).mul_(log_p.exp())
     return root.scatter_(2, _columns(order[:, :-1]), _columns(share * behind.exp()))
 
 
 def _columns(numbers: Tensor) -> Tensor:
-    """``[N, V, S] → [V, N, 1, S]``."""
-    return numbers.transpose(0, 1).unsqueeze(2)
+    """``[N, V, S] → [V, N, 1, S]``, contiguous, so that what it multiplies is, too."""
+    return numbers.transpose(0, 1).contiguous().unsqueeze(2)

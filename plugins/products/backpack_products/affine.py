@@ -108,6 +108,21 @@ class AffineProduct(FactorProduct):
         width = 2 if self.inp is None else 3
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
+    def shared(self, function: Callable[[Tensor], R], out: Tensor) -> R | None:
+        """A function of the columns at a single position, computed once for weight and bias.
+
+        Args:
+            function: The function.
+            out: The columns that :meth:`factors` returned. For others than those of the product, or
+                for several positions, nothing is shared, and the result is ``None``.
+        """
+        if out is not self.out or self.positions != 1:
+            return None
+        known: tuple[Tensor, R] | None = self.column_cache.get(function)
+        if known is None or known[0] is not out:
+            known = self.column_cache[function] = out, function(out)
+        return known[1]
+
     @property
     def is_in_order(self) -> bool:
         """Whether the entries of the parameter are in the order of the factors."""
@@ -193,16 +208,24 @@ def _formed(product: AffineProduct) -> DenseProduct:
     return as_formed(product)
 
 
-def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def for_weights(
+    operation: Any, of_bias: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Register an operation's version for weights, ``(product, inp, *arguments)``.
 
     The version contracts both factors. It is not called if :func:`reads_formed` is true (the
     operation's definition then reads ``M``), or if :func:`read_together` computes the result.
+
+    Args:
+        operation: The operation.
+        of_bias: The version for a bias with a single position; ``None`` for the definition.
     """
 
     def register(contract: Callable[..., R]) -> Callable[..., R]:
         def version(product: AffineProduct, *arguments: Any) -> R:
             if product.inp is None or reads_formed(product):
+                if of_bias is not None and product.inp is None and product.positions == 1:
+                    return of_bias(product, *arguments)
                 formed = _formed(product)
                 known = None if arguments else product.results.get((operation,))
                 result: R = operation(formed, *arguments) if known is None else known
@@ -220,10 +243,18 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
     return register
 
 
-@for_weights(square_sum)
+def _square_sum_of_bias(product: AffineProduct) -> Tensor:
+    squares = product.shared(contractions.squares, product.out)
+    assert squares is not None
+    return product.to_parameter(squares.sum(0))
+
+
+@for_weights(square_sum, _square_sum_of_bias)
 def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """See :func:`contractions.square_sum`."""
-    return product.to_parameter(contractions.square_sum(*product.factors(inp)))
+    out, inp = product.factors(inp)
+    known = product.shared(contractions.squares, out)
+    return product.to_parameter(contractions.square_sum(out, inp, known))
 
 
 @for_weights(batch_sum)

@@ -81,14 +81,24 @@ def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, 
             yield target, column, rows
 
 
-def square_sum(out: Tensor, inp: Rows) -> Tensor:
-    """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
+def squares(out: Tensor) -> Tensor:
+    """``Σ_v out²`` for a single position. Shape ``[V, N, 1, G, O] → [N, G, O]``."""
+    of_each = out.squeeze(2).square()
+    return of_each.sum(0) if len(of_each) > 1 else of_each.squeeze(0)
+
+
+def square_sum(out: Tensor, inp: Rows, known: Tensor | None = None) -> Tensor:
+    """``Σ_v Σ_n M²``. Shape ``[G, O, I]``.
+
+    Args:
+        out: The columns.
+        inp: The inputs.
+        known: :func:`squares` of the columns, if they are known.
+    """
     if out.shape[2] == 1 and not is_empty(out, inp):
-        left, right = out.square(), whole(inp).square()  # [V, N, 1, G, O], [N, 1, G, I]
-        left = left.sum(0) if len(left) > 1 else left
+        left, right = squares(out) if known is None else known, whole(inp).square()
         if right.shape[2] == 1:
-            return multiply(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
-        left = left.reshape(-1, *left.shape[-2:])  # [N, G, O]
+            return multiply(left.flatten(0, 1).T, right.flatten(0, 2)).unsqueeze(0)
         return torch.bmm(left.permute(1, 2, 0), right.squeeze(1).transpose(0, 1))
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
