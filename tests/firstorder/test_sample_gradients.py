@@ -447,17 +447,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amsgrad": lambda p: torch.optim.AdamW(
         p, lr=0.1, betas=(0.0, 0.9), amsgrad=True, weight_decay=0.0
     ),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, betas=(0.0, 0.9)),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1, betas=(0.0, 0.9)),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
     "centered rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
 }
 
 
+@pytest.mark.parametrize("steps", [3, 12])  # RAdam divides from the sixth step on
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_is_the_divided_gradient(name: str) -> None:
+def test_a_step_is_the_divided_gradient(name: str, steps: int) -> None:
     problem = problem_of("mlp")
     optimizer = OPTIMIZERS[name](problem.parameters)
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
         problem.loss().backward()
         before = [p.detach().clone() for p in problem.parameters]

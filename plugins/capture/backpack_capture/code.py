@@ -17,7 +17,8 @@ from backpack_products.recycled import take
 _OF_TORCH: Final = """
     mm bmm addmm baddbmm mul add sub div sum mean t unsqueeze transpose permute squeeze select clone
     as_strided relu sigmoid tanh exp log sqrt rsqrt square pow abs neg reciprocal sin cos where cat
-    stack clamp maximum minimum eq ne gt lt ge le amax amin flip sort cumsum logcumsumexp _log_softmax
+    stack clamp maximum minimum eq ne gt lt ge le amax amin flip sort cumsum logcumsumexp
+    _log_softmax
 """
 _BINDINGS: Final = {
     **{f"aten::{name}": f"torch.{name}" for name in _OF_TORCH.split()},

@@ -106,9 +106,10 @@ def see_divisors(divisors: Any) -> Divisors | None:
 def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
     """The divisors by which an optimiser divides gradients, from its state.
 
-    For Adam, AdamW, NAdam and RAdam: ``√(v / (1 - β₂ᵗ)) + ε``, with ``amsgrad=True`` of the largest
-    ``v``. For RMSprop and Adagrad: ``√v + ε``, with ``centered=True`` ``√(v - ḡ²) + ε`` of the mean
-    gradient ``ḡ``. For Adafactor (of torch, or of ``transformers``):
+    For Adam, AdamW and NAdam: ``√(v / (1 - β₂ᵗ)) + ε``, with ``amsgrad=True`` of the largest ``v``.
+    For RAdam: ``(√v + ε) / √(1 - β₂ᵗ) / r`` with its rectification ``r``, and one in the first
+    steps, which do not divide. For RMSprop and Adagrad: ``√v + ε``, with ``centered=True``
+    ``√(v - ḡ²) + ε`` of the mean gradient ``ḡ``. For Adafactor (of torch, or of ``transformers``):
     the root of its estimate ``r ⊗ c / mean(r)``. For a matrix this is a pair of rows and columns,
     which divide gradients in their factors.
 
@@ -136,15 +137,15 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
                 "has state, since it does not divide."
             )
         known = [make for key, make in _STATES.items() if state.get(key) is not None]
-        if "acc_delta" in state:  # Adadelta's, whose divisor has the size of earlier steps in it
-            known = []
-        if not known:
+        known = [make for kind, make in _KINDS.items() if isinstance(optimizer, kind)] or known
+        make = known[0] if known else None
+        if make is None:
             keys = ", ".join(map(str, state))
             raise UsageError(
                 f"The state of {type(optimizer).__name__} ({keys}) does not show what it divides "
                 f"{name!r} by. Give divisors yourself, as tensors by parameter name."
             )
-        divisors[name] = known[0](state, groups[id(parameter)])
+        divisors[name] = make(state, groups[id(parameter)])
     return divisors
 
 
@@ -156,6 +157,16 @@ def _adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
         return square.sqrt()  # type: ignore[no-any-return]
     correction = 1 - group[f"{prefix}betas"][1] ** float(state["step"])
     return (square / correction).sqrt() + group[f"{prefix}eps"]  # type: ignore[no-any-return]
+
+
+def _radam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    beta, steps, square = group["betas"][1], float(state["step"]), state["exp_avg_sq"]
+    most, correction = 2 / (1 - beta) - 1, 1 - beta**steps
+    length = most - 2 * steps * beta**steps / correction
+    if length <= 5:
+        return torch.ones_like(square)
+    share = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
+    return (square.sqrt() + group["eps"]) / (correction * share) ** 0.5  # type: ignore[no-any-return]
 
 
 def _adagrad(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
@@ -193,11 +204,18 @@ def _transformers_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) 
     return _factored(row, column, 0.0)
 
 
-_STATES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]] = {
+_Make: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]
+_STATES: dict[str, _Make] = {
     "row_var": _torch_adafactor,
     "variance": _torch_adafactor_vector,
     "exp_avg_sq_row": _transformers_adafactor,
     "exp_avg_sq": _adam,
     "square_avg": _rmsprop,
     "sum": _adagrad,
+}
+# Optimisers whose state has the names of another's. The divisor of Adadelta has the size of earlier
+# steps in it, so there is none.
+_KINDS: dict[type[Optimizer], _Make | None] = {
+    torch.optim.RAdam: _radam,
+    torch.optim.Adadelta: None,
 }

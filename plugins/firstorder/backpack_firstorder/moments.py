@@ -19,6 +19,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.host_functions import HostFunction
 from backpack_products.merging import OverBatches, Part
 from backpack_products.operations import as_formed, batch_sum, is_formed, square_sum
+from backpack_products.recycled import take
 from backpack_products.rows import Rows
 from backpack_products.scale import ScaleProduct
 from backpack_products.values import is_lost
@@ -99,7 +100,8 @@ def _variance(product: SampleProduct) -> Tensor:
 
 def _difference(total: Tensor, squares: Tensor, samples: int) -> Tensor:
     samples = max(1, samples)  # without samples, zero
-    return torch.addcmul(squares / samples, total, total, value=-1 / samples**2)
+    found = torch.div(squares, samples, out=take(squares, squares.shape))
+    return found.addcmul_(total, total, value=-1 / samples**2)
 
 
 def _factors(product: SampleProduct) -> tuple[Tensor, Rows] | None:

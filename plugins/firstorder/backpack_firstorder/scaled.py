@@ -30,7 +30,7 @@ _ADDED = 2**18
 # Rounding in a sum of inner products is below this many units of the sum of their absolute values.
 _UNITS = 16
 # For fewer numbers, double precision is faster than the check.
-_FEW = 2**16
+_FEW = 2**15
 
 
 class Norm(NamedTuple):
@@ -150,9 +150,11 @@ def _wide_squares(flat: Tensor, wide: torch.dtype) -> Tensor:
 @HostFunction
 def squares_of_rows(flat: Tensor) -> Tensor:
     """``Σ_k flat[..., k]²``, from single precision unless a square may be out of range."""
-    norms = [torch.linalg.vector_norm(some, dim=-1) for some in flat.split(_ADDED, -1)]
-    squares = reduce(torch.add, (norm.double().square_() for norm in norms))
-    is_kept = bool(((squares > _LEAST) & (squares < _MOST)).all())  # false if one is not a number
+    parts = flat.split(_ADDED, -1) if flat.shape[-1] > _ADDED else (flat,)
+    norms = [torch.linalg.vector_norm(some, dim=-1) for some in parts]
+    squares = reduce(torch.add, [norm.double().square_() for norm in norms])
+    least, most = squares.aminmax()  # if a square is not a number, both are not
+    is_kept = bool(least > _LEAST) and bool(most < _MOST)
     return squares if is_kept else _wide_squares(flat, torch.float64)
 
 

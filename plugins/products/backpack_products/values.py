@@ -6,6 +6,7 @@ memory, and an error about values must not stop that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -83,8 +84,11 @@ def is_lost(left: Tensor, most: Tensor, dtype: torch.dtype, count: float = 1.0) 
     """Whether any of the sums of :func:`above_rounding` may lack digits, or left the range."""
     if not left.numel():
         return False
-    parts = zip(left.flatten().split(_LOOKED_AT), most.flatten().split(_LOOKED_AT), strict=True)
-    # A minimum is faster than a mask, and parts need no fresh memory.
+    parts: Iterable[tuple[Tensor, Tensor]] = ((left, most),)
+    if left.numel() > _LOOKED_AT:  # parts need no fresh memory
+        flat = left.flatten(), most.flatten()
+        parts = zip(*[each.split(_LOOKED_AT) for each in flat], strict=True)
+    # A minimum is faster than a mask; it is not a number if one of them is not.
     return any(not above_rounding(*part, dtype, count).amin() >= 0 for part in parts)
 
 
