@@ -136,9 +136,9 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
                 "are made of state: make a step first, or freeze the parameter. Plain SGD never "
                 "has state, since it does not divide."
             )
-        known = [make for key, make in _STATES.items() if state.get(key) is not None]
-        known = [make for kind, make in _KINDS.items() if isinstance(optimizer, kind)] or known
-        make = known[0] if known else None
+        makers = [make for kind, make in _KINDS.items() if isinstance(optimizer, kind)]
+        makers += [make for key, make in _STATES.items() if state.get(key) is not None]
+        make = makers[0] if makers else None
         if make is None:
             keys = ", ".join(map(str, state))
             raise UsageError(

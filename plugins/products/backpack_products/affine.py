@@ -223,12 +223,14 @@ def for_weights(
 
     def register(contract: Callable[..., R]) -> Callable[..., R]:
         def version(product: AffineProduct, *arguments: Any) -> R:
+            result: R
+            if of_bias is not None and product.inp is None and product.positions == 1:
+                result = of_bias(product, *arguments)
+                return result
             if product.inp is None or reads_formed(product):
-                if of_bias is not None and product.inp is None and product.positions == 1:
-                    return of_bias(product, *arguments)
                 formed = _formed(product)
                 known = None if arguments else product.results.get((operation,))
-                result: R = operation(formed, *arguments) if known is None else known
+                result = operation(formed, *arguments) if known is None else known
                 return result
             if product.out.shape[2] > 1 and operation in product.needs:
                 shared = read_together(product).get(operation)
