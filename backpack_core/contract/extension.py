@@ -187,8 +187,14 @@ class Extension(ABC):
 
         Args:
             run: The :class:`~backpack_core.engine.backward.BackwardPass`, which begins.
+
+        Raises:
+            NotImplementedError: The class does not define it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__}.is_whole is true, so nothing is read at parameters, and "
+            "attend(run) must return an observer. Write attend, or give the attribute another name."
+        )
 
     @property
     def subsampling(self) -> tuple[int, ...] | None:

@@ -418,3 +418,14 @@ def test_values_that_are_no_mapping_of_parameters(value: Any) -> None:
     for kind, said in ((whole, wanted), (late, wanted), (begun, "a GraphReading")):
         with pytest.raises(PluginCodeError, match=rf"Slip\.\w+ must return {said}"):
             classification(nn.Linear(3, 3), (3,)).run(kind())
+
+
+def test_an_attribute_of_a_reserved_name_is_named() -> None:
+    class Mine(BatchGrad):
+        def __init__(self) -> None:
+            super().__init__(savefield="mine")
+            self.is_whole = True  # type: ignore[misc]
+
+    problem = classification(nn.Linear(4, 3), (4,))
+    with pytest.raises(NotImplementedError, match=r"Mine\.is_whole is true.*another name"):
+        problem.run(Mine())

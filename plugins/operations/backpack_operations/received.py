@@ -158,7 +158,7 @@ class ModelRun(Run):
         self._passed: list[object] = []  # keeps the memories of results from being reused
         self.made, self.sums = [], dict[tuple[Place, int, int], Sums]()
         self._last: tuple[Tensor, Sums | None] | None = None  # the last result, and its source
-        self._room = torch.empty(0, device="cpu")  # for sums
+        self._room: Tensor | None = None  # for sums
         sizes: list[int] = []
         for path, tensor in placed:
             self.has_computed_input |= tensor.grad_fn is not None
@@ -252,7 +252,7 @@ class ModelRun(Run):
         """
         rows, count = sums.rows, sums.rows.numel()
         room = self._room
-        if len(room) < count or room.device != rows.device:
+        if room is None or len(room) < count or room.device != rows.device:
             room = rows.new_empty(SUMS_IN_ROW * count)
         self._room = room[count:]
         return sums._replace(rows=room[:count].view(rows.shape).copy_(rows))
